@@ -1,4 +1,7 @@
-"""Joining what tensor-parallel ranks have of a model and its optimizer, as AutoTP describes it."""
+"""Joining what tensor-parallel ranks have of a model and its optimizer, as AutoTP describes it.
+
+:mod:`rankless.deepspeed.reader.tag_contents` joins with it on each rank that opens a checkpoint of AutoTP.
+"""
 
 from __future__ import annotations
 

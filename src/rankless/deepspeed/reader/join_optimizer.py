@@ -1,4 +1,7 @@
-"""Joining the flat tensors of the data-parallel ranks to master weights and optimizer states of whole parameters."""
+"""Joining the flat tensors of the data-parallel ranks to master weights and optimizer states of whole parameters.
+
+:mod:`rankless.deepspeed.reader.pipeline_stages` calls it on each rank that opens a checkpoint with an optimizer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Optimizers without ZeRO and without master weights: state dicts of torch, in which parameters have numbers."""
+"""Optimizers without ZeRO and without master weights: state dicts of torch, in which parameters have numbers.
+
+:mod:`rankless.deepspeed.reader.tag_contents` calls it on each rank that opens such a checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The parameters that an optimizer trains, each with its master weights and states, as DeepSpeed can store them."""
+"""The parameters that an optimizer trains, each with its master weights and states, as DeepSpeed can store them.
+
+:class:`~rankless.deepspeed.writer.universal_target.UniversalTarget` collects with it when it is made, on each rank.
+"""
 
 from __future__ import annotations
 
