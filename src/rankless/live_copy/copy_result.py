@@ -1,4 +1,7 @@
-"""The result of a copy between running ranks."""
+"""The result of a copy between running ranks.
+
+:class:`~rankless.live_copy.copy_operation.CopyOperation` makes one on each rank, at the end.
+"""
 
 from __future__ import annotations
 
