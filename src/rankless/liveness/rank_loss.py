@@ -1,4 +1,7 @@
-"""The loss of ranks: what one rank has found, in a form that the others read, and its message."""
+"""The loss of ranks: what one rank has found, in a form that the others read, and its message.
+
+:class:`~rankless.liveness.watcher.Watcher` finds losses in its thread, on each rank, and posts them for all others.
+"""
 
 from __future__ import annotations
 
