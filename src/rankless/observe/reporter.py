@@ -1,4 +1,8 @@
-"""Reports of one save or load: to Python's ``logging``, to a listener, and on a terminal."""
+"""Reports of one save or load: to Python's ``logging``, to a listener, and on a terminal.
+
+Each save, load and drain has an :class:`EventReporter` on each rank, and calls it in its own thread. An error of a
+listener must not reach the operation: it would fail on one rank alone.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +72,10 @@ class EventReporter:
         return self._blocking_seconds
 
     def begin_phase(self, phase: SavePhase) -> None:
-        """Begin a phase of a save, which ends the one before. A save begins with ``prepare``."""
+        """Begin a phase of a save, which ends the one before. A save begins with ``prepare``.
+
+        The thread of the save calls it, on each rank.
+        """
         self._end_phase(self.elapsed_seconds())
         self._phase = phase
 
@@ -117,7 +124,10 @@ class EventReporter:
         self._notify(DrainFailed(self._path, error, attempt, undrained_seconds))
 
     def report_failed(self, error: BaseException) -> None:
-        """Report that the save failed and left no files. It is logged only if the call has already returned."""
+        """Report that the save failed and left no files. It is logged only if the call has already returned.
+
+        The rollback of a save calls it, on each rank.
+        """
         if self._blocking_seconds is not None:
             _log.error("the save of %s failed: %s", self._path, error)
         self._notify(SaveFailed(self._path, error))
@@ -146,7 +156,10 @@ class EventReporter:
 
 
 def notify_listener(on_event: OnEvent, event: Event, path: Path) -> None:
-    """Call a listener. Log what it raises."""
+    """Call a listener. Log what it raises.
+
+    Any thread calls it.
+    """
     try:
         on_event(event)
     except Exception:  # noqa: BLE001 - a listener may do anything
@@ -162,6 +175,8 @@ def with_progress_bar(title: str, on_event: OnEvent) -> Iterator[OnEvent]:
     """Yield a listener that also drives a progress bar, if stderr is a terminal.
 
     The bar appears after a second.
+
+    Rank 0 enters it in the thread of the caller, around a synchronous save or a load.
     """
     if sys.stderr is None or not sys.stderr.isatty():
         yield on_event

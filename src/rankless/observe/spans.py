@@ -2,6 +2,8 @@
 
 Each phase is named where it is done, with :func:`span` or :func:`traced`. Without a trace this is a check of one
 attribute. Nothing is recorded inside the loops over tensors and chunks.
+
+All packages name phases with it, in any thread of any rank; :mod:`rankless.tracing` starts and writes recordings.
 """
 
 from __future__ import annotations
@@ -134,7 +136,10 @@ class Tracer:
             self.recordings = tuple(other for other in self.recordings if other is not recording)
 
     def hold(self) -> Callable[[], None]:
-        """Let all recordings go on until the returned function is called: work begins in another thread."""
+        """Let all recordings go on until the returned function is called: work begins in another thread.
+
+        :mod:`rankless.save.background` calls it before it starts the thread of a save.
+        """
         releases = [recording.hold() for recording in self.recordings]
 
         def release_all() -> None:
