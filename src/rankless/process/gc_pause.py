@@ -1,4 +1,7 @@
-"""Pauses of Python's garbage collector during saves and loads."""
+"""Pauses of Python's garbage collector during saves and loads.
+
+Saves, loads and live copies pause the collector in the thread of the caller, on each rank.
+"""
 
 from __future__ import annotations
 

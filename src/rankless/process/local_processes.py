@@ -1,6 +1,8 @@
 """Processes of this host that may end. The kernel reports their end within milliseconds, whatever kills them.
 
 A stopped or busy process has not ended. Without Linux's ``pidfd_open`` nothing is reported.
+
+:class:`~rankless.liveness.watcher.Watcher` waits with it in its thread, on each rank.
 """
 
 from __future__ import annotations
