@@ -1,4 +1,7 @@
-"""``rankless.diff``: the comparison of two checkpoints for programs."""
+"""``rankless.diff``: the comparison of two checkpoints for programs.
+
+Programs call it, in one process.
+"""
 
 from __future__ import annotations
 

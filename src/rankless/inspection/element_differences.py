@@ -1,4 +1,7 @@
-"""Differences of elements of two sets of tensors, computed in one pass. Pure functions of arrays."""
+"""Differences of elements of two sets of tensors, computed in one pass. Pure functions of arrays.
+
+:mod:`rankless.inspection.tensor_differences` calls it in its threads.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A checkpoint of any format whose metadata was read, without its tensors."""
+"""A checkpoint of any format whose metadata was read, without its tensors.
+
+Commands, reports and statistics open checkpoints with it, in one process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Placeholders for the tensors inside values, so that values can be shown without reading tensors."""
+"""Placeholders for the tensors inside values, so that values can be shown without reading tensors.
+
+Commands, comparisons and views decode values with it, in one process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The comparison of plain values of two checkpoints: the paths at which two trees differ."""
+"""The comparison of plain values of two checkpoints: the paths at which two trees differ.
+
+:mod:`rankless.inspection.compare` calls it, in one process.
+"""
 
 from __future__ import annotations
 
