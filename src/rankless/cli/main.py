@@ -1,6 +1,8 @@
 """The command ``rankless``, and the only place that turns errors into messages and exit codes.
 
 The exit codes are in the help and in docs/guides/command-line.md.
+
+:mod:`rankless.cli.entry` calls it; the commands of :mod:`rankless.nxd` and :mod:`rankless.lightning` run it, too.
 """
 
 from __future__ import annotations
