@@ -1,4 +1,7 @@
-"""Opening a folder of Accelerate or the ``Trainer``, a part of which DeepSpeed or PEFT may have written."""
+"""Opening a folder of Accelerate or the ``Trainer``, a part of which DeepSpeed or PEFT may have written.
+
+``formats/registry.py`` names it: each rank of a load or conversion calls it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The values of single ranks: the states of their random number generators, one file for each rank."""
+"""The values of single ranks: the states of their random number generators, one file for each rank.
+
+:class:`~rankless.accelerate.reader.training_reader.TrainingReader` builds them on each rank.
+"""
 
 from __future__ import annotations
 
