@@ -1,4 +1,7 @@
-"""The checkpoint manager: when it saves, where a run starts, and the options of torchtitan that decide both."""
+"""The checkpoint manager: when it saves, where a run starts, and the options of torchtitan that decide both.
+
+torchtitan calls it on every rank, in the thread of the training.
+"""
 
 from __future__ import annotations
 
