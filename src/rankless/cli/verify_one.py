@@ -1,6 +1,6 @@
 """The verification of one checkpoint, which reports all problems, not only the first.
 
-``rankless verify``, ``rollback`` and ``report`` call it, in one process.
+``rankless verify``, ``rollback`` and ``report`` call it, in one process. Scripts read the status: its words must stay.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 ``load_lr_scheduler``.
 
 A conversion makes one on every rank; see :class:`rankless.conversion.target.ConversionTarget` for the ranks of its
-methods.
+methods. ColossalAI's scripts look for these names.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A conversion says what is written (:class:`ConvertedContent`, and a target with the files of the format). An output says
 where, and how it appears: :class:`rankless.conversion.folder_output.FolderConversionOutput` by one rename,
-:class:`rankless.conversion.object_output.ObjectConversionOutput` file by file, those that name others last.
+:class:`rankless.conversion.object_output.ObjectConversionOutput` file by file, those that name others last. All ranks
+must call the methods in the order of :class:`ConversionOutput`: some of them hold votes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The output of a DCP save: a folder on a file system, or objects in a store.
 
 :class:`~rankless.dcp.storage_writer.FileSystemWriter` has one on every rank. torch calls the writer, so there are no
-votes of rankless: errors are sent to rank 0 as results.
+votes of rankless: errors are sent to rank 0 as results. The metadata must appear last: from then on readers see the
+checkpoint.
 """
 
 from __future__ import annotations

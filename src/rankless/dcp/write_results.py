@@ -1,7 +1,8 @@
 """Write results: what each rank reports to rank 0 about the records it has written.
 
 :class:`~rankless.dcp.storage_writer.FileSystemWriter` hashes on each rank, and checks on rank 0 in ``finish``. Records
-are hashed as they are read back from the file.
+are hashed as they are read back from the file. All ranks must see the same files: rank 0 looks for each one before the
+metadata is written.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Texts of plain values on one line, of limited length.
 
-Commands and notebooks format values with it.
+Commands and notebooks format values with it. The order of dict keys must stay.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``rankless.diff``: the comparison of two checkpoints for programs.
 
-Programs call it, in one process.
+Programs call it, in one process. Fields of the results are public: they keep their names.
 """
 
 from __future__ import annotations

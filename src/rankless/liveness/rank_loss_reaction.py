@@ -1,7 +1,8 @@
 """The reaction of a rank to the loss of others: it logs that, raises an error in its main thread, and unblocks it.
 
 :class:`~rankless.liveness.watcher.Watcher` begins and finishes it in its thread;
-:class:`~rankless.liveness.watch.Watch` mutes it in the main thread.
+:class:`~rankless.liveness.watch.Watch` mutes it in the main thread. A process may end only when all other ranks can
+know of the loss.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The handle that a save returns.
 
 Each rank gets one from its call, and may wait for it in any thread but that of the save. It waits for this process
-only.
+only. A listener of a save must not wait for that save: the wait would never end.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Source: ``checkpoint/ds_to_universal.py``. A file has a dict with the tensor as ``param``, or of ZeRO-3 a flat tensor.
 
-:mod:`rankless.deepspeed.reader.tag_contents` calls it on each rank that opens such a checkpoint.
+:mod:`rankless.deepspeed.reader.tag_contents` calls it on each rank that opens such a checkpoint. The names of files and
+keys are DeepSpeed's. The name of a parameter must not lead out of the folder.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ Source: ``megatron/core/dist_checkpointing`` and ``megatron/core/optimizer/distr
 to 0.19.
 
 :class:`~rankless.megatron.reader.megatron_reader.MegatronReader` calls it on each rank that opens such an iteration.
+The keys are Megatron's; an unknown form must be refused.
 """
 
 from __future__ import annotations

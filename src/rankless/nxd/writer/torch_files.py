@@ -3,7 +3,7 @@
 Several threads write one buffer at a time; everything is read back.
 
 :class:`~rankless.nxd.writer.nxd_files.NxdWriter` and :mod:`rankless.nxd.offline_zero_conversion` write with it, in one
-process.
+process. The bytes must be where ``torch.save`` would write them.
 """
 
 from __future__ import annotations
