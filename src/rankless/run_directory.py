@@ -321,7 +321,10 @@ class RunDirectory:
         failures.raise_first()
 
     def wait_for_turn(self) -> None:
-        """Wait until a save may begin. Raise the error of an earlier one, which :meth:`save` then does not raise."""
+        """Wait until a save may begin. Raise the error of an earlier one, which :meth:`save` then does not raise.
+
+        :class:`rankless.Checkpointer` calls it on every rank in its method ``save``.
+        """
         background_saves.wait_for_turn(self.path, self._process_group)
 
     def wait(self) -> None:

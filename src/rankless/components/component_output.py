@@ -79,7 +79,10 @@ class ComponentOutput(Protocol):
 
 
 def open_component_output(destination: Destination, ranks: WritingRanks) -> ComponentOutput:
-    """Return the output for a destination. Nothing is created. The modules of each kind are imported if it is used."""
+    """Return the output for a destination. Nothing is created. The modules of each kind are imported if it is used.
+
+    Each rank calls it when a save of a component is made.
+    """
     if isinstance(destination.path, ObjectPath):
         from rankless.components.object_output import ObjectComponentOutput  # noqa: PLC0415
 

@@ -75,7 +75,10 @@ class ConversionOutput(Protocol):
 
 
 def open_conversion_output(final: Path, ranks: WritingRanks) -> ConversionOutput:
-    """Return the output for a path. Nothing is created. The modules of each kind are imported if it is used."""
+    """Return the output for a path. Nothing is created. The modules of each kind are imported if it is used.
+
+    Each rank calls it when a conversion is made.
+    """
     if isinstance(final, ObjectPath):
         from rankless.conversion.object_output import ObjectConversionOutput  # noqa: PLC0415
 

@@ -33,7 +33,10 @@ class WrittenItem:
 
 
 def check_all_written(results: Sequence[Sequence[WriteResult]]) -> None:
-    """Raise the error of the first rank that failed."""
+    """Raise the error of the first rank that failed.
+
+    Rank 0 calls it in torch's ``finish``.
+    """
     for rank, row in enumerate(results):
         for result in row:
             if isinstance(result.storage_data, RankFailure):
@@ -76,7 +79,10 @@ def checksum_records(written: Mapping[MetadataIndex, WrittenItem]) -> dict[str, 
 
 
 def hash_chunks(folder: Path, result: WriteResult, readers: ReaderPool) -> WriteResult:
-    """Read a record back from its file, and return its result with the CRCs of its blocks."""
+    """Read a record back from its file, and return its result with the CRCs of its blocks.
+
+    Each rank calls it in torch's ``write_data``.
+    """
     info = result.storage_data
     crcs = []
     for block in range(block_crcs.count_blocks(info.length)):

@@ -73,7 +73,10 @@ def find_statistics(inspected: InspectedCheckpoint) -> CheckpointStatistics | No
 
 
 def write_statistics(inspected: InspectedCheckpoint, statistics: CheckpointStatistics) -> None:
-    """Keep statistics with their checkpoint, unless it was replaced or removed. Raises ``StorageError``."""
+    """Keep statistics with their checkpoint, unless it was replaced or removed. Raises ``StorageError``.
+
+    The thread of :mod:`rankless.inspection.background_statistics` calls it, on rank 0.
+    """
     if inspected.manifest is None or not inspected.reader.is_current():
         return
     body = msgspec.msgpack.encode(_KeptStatistics(inspected.manifest.id, dict(statistics.tensors)))

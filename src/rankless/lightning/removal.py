@@ -24,6 +24,8 @@ def remove_checkpoint(path: Path, replaceable: Replaceable) -> None:
     """Remove a folder, a file or a link. Do nothing if it does not exist, or is pinned in an object store.
 
     What is not ``replaceable`` stays, with a warning.
+
+    Rank 0 calls it, outside of votes.
     """
     if isinstance(path, ObjectPath):
         list(delete_checkpoints([info for info in list_checkpoints(path.parent) if info.tag == path.name]))

@@ -39,7 +39,10 @@ class Reaction:
         self._must_raise = True
 
     def mute(self) -> None:
-        """Only log from now on: the watched code has ended."""
+        """Only log from now on: the watched code has ended.
+
+        :class:`~rankless.liveness.watch.Watch` calls it in the main thread.
+        """
         self._must_raise = False
         self._main_thread.cancel()
 

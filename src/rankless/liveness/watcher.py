@@ -109,7 +109,10 @@ class Watcher:
 
     @property
     def is_running(self) -> bool:
-        """True if others are still watched."""
+        """True if others are still watched.
+
+        The main thread asks it before a second watch of a group begins.
+        """
         return self._thread.is_alive()
 
     def _run(self) -> None:

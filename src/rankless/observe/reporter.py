@@ -40,7 +40,10 @@ def log_reasons(reasons: Iterable[str]) -> None:
 
 
 def note_corrupt(path: Path, hidden: Path) -> None:
-    """Log that a checkpoint that a load found corrupt is hidden: by its name, or in an object store by no pointer."""
+    """Log that a checkpoint that a load found corrupt is hidden: by its name, or in an object store by no pointer.
+
+    The output of a save calls it on rank 0, after the commit.
+    """
     _log.warning("a corrupt checkpoint in %s is kept as %s; rankless prune --leftovers removes it", path, hidden.name)
 
 
@@ -96,6 +99,8 @@ class EventReporter:
         """Report that the checkpoint at ``path`` is durable.
 
         Its tensors take ``nbytes`` bytes, of which ``shared_nbytes`` were not written.
+
+        A save or drain calls it on each rank, in its thread, after the commit.
         """
         seconds = self.elapsed_seconds()
         self._end_phase(seconds)
@@ -111,13 +116,19 @@ class EventReporter:
         self._notify(event)
 
     def report_saved_locally(self, path: Path, step: float | None, nbytes: int) -> None:
-        """Report that the checkpoint is complete in the local tier."""
+        """Report that the checkpoint is complete in the local tier.
+
+        A save into the tier calls it on each rank, in its thread.
+        """
         seconds = self.elapsed_seconds()
         _log.log(self._level, "saved %s in the local tier: %s", path, _format_transfer(nbytes, seconds))
         self._notify(SavedLocally(path, step, nbytes, seconds))
 
     def report_drain_failed(self, error: BaseException, attempt: int, undrained_seconds: float) -> None:
-        """Report that a checkpoint of the local tier could not be written into the run directory."""
+        """Report that a checkpoint of the local tier could not be written into the run directory.
+
+        A drain calls it on each rank, in its thread, after each attempt that failed.
+        """
         level = logging.WARNING if self._level == logging.INFO else logging.DEBUG
         note = "attempt %d to write %s failed; nothing was written for %s: %s"
         _log.log(level, note, attempt, self._path, format_seconds(undrained_seconds), error)

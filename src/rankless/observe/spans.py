@@ -91,7 +91,10 @@ class Recording:
             self.threads[ended.thread] = threading.current_thread().name
 
     def leave_block(self) -> None:
-        """Wait for no further work from now on."""
+        """Wait for no further work from now on.
+
+        :class:`rankless.Trace` calls it at the end of its block.
+        """
         with self._lock:
             self._has_left_block = True
         self._release()

@@ -66,7 +66,10 @@ class LocalProcesses:
         return sorted(ended)
 
     def wake_up(self) -> None:
-        """Let this and every later wait return at once."""
+        """Let this and every later wait return at once.
+
+        The main thread calls it when the watch stops.
+        """
         with self._lock:
             if not self._is_closed:
                 os.write(self._wakeup_write, b"x")

@@ -205,7 +205,10 @@ class TierStage:
         return PartCopies(self._ranks, self._session, self.tier, partners, options.copy_rate).make(slot, table)
 
     def keep_newest(self, copies: Sequence[Slot] = ()) -> None:
-        """Keep the part and the copies. The generations before are not needed any more."""
+        """Keep the part and the copies. The generations before are not needed any more.
+
+        Each rank calls it in the thread of the save. It holds no vote.
+        """
         if self._slot is not None:
             self.tier.slots.keep([self._slot, *copies])
         for copy in copies:
@@ -213,7 +216,10 @@ class TierStage:
         self.tier.remove_generations(lambda key: key >= self.key)
 
     def keep_uncopied(self) -> None:
-        """Keep the part, which has no copies, and the newest generation that has."""
+        """Keep the part, which has no copies, and the newest generation that has.
+
+        Each rank calls it in the thread of the save. It holds no vote.
+        """
         if self._slot is not None:
             self.tier.slots.keep_uncopied([self._slot])
 

@@ -61,7 +61,10 @@ def find_checksums(folder: Path, metadata: bytes) -> Path | None:
 
 
 def encode_checksums(metadata: bytes, files: Mapping[str, Sequence[ChecksumRecord]]) -> bytes:
-    """Return the contents of ``checksums.json``."""
+    """Return the contents of ``checksums.json``.
+
+    Rank 0 calls it in torch's ``finish``.
+    """
     ordered = {name: sorted(records) for name, records in sorted(files.items())}
     return msgspec.json.encode(RecordChecksums(_FORMAT, _VERSION, f"{block_crcs.crc64(metadata):016x}", ordered))
 

@@ -73,7 +73,10 @@ class NxdWriter:
         check_named(self._values.get(_OPTIMIZER, {}))
 
     def write_checkpoint(self, folder: Path) -> None:
-        """Write all files into an existing folder, markers last, and read back what was written."""
+        """Write all files into an existing folder, markers last, and read back what was written.
+
+        Rank 0 calls it in the vote "converting".
+        """
         self._verify_source()
         files = [*self._plan_models(), *self._plan_optimizers()]
         check_space(folder.parent, sum(file.frame.size for file in files))
