@@ -1,4 +1,7 @@
-"""Functions that save and load a whole training state, each with the default ``RunDirectory`` of its path."""
+"""Functions that save and load a whole training state, each with the default ``RunDirectory`` of its path.
+
+Each rank has its own list of default directories; the calls themselves are on every rank.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 No file is copied or uploaded: an artifact has the path of a checkpoint and its id. A tag may mean another checkpoint
 later, after a save with ``overwrite=True``; the id never does. All ranks may call the functions; only the first one
 logs.
+
+They run after a save, outside of votes: an error is raised on the first rank alone.
 """
 
 from __future__ import annotations

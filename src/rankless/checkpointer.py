@@ -2,6 +2,8 @@
 
 A :class:`~rankless.run_directory.RunDirectory` does the work. The ``Checkpointer`` knows the training's step, which is
 the only source of the tag, of the step in the manifest and of the step in events.
+
+Every rank has one, and calls it in the thread of the training.
 """
 
 from __future__ import annotations

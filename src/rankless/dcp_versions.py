@@ -2,6 +2,8 @@
 
 They are apart from ``torch_versions`` because importing torch's package takes longer than a small save. Each entry says
 from which version on it is not needed.
+
+:mod:`rankless.dcp` imports it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Functions for evaluators and servers: they read a run while another job saves into it."""
+"""Functions for evaluators and servers: they read a run while another job saves into it.
+
+An evaluator calls them in a process of its own, outside of votes.
+"""
 
 from __future__ import annotations
 

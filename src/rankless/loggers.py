@@ -2,6 +2,8 @@
 
 Pass one as ``on_event`` on every rank: only the first rank sends. An asynchronous save is reported when it is durable,
 some steps after it began, and under its own step.
+
+A listener is called in the thread that saves or loads, and must not wait for other ranks.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 The weights have a history of their own: a job that goes on from step 500 continues the newest weights of step 500 or
 before, and abandons later ones, as the training does. Evaluations, followers and engines read this run directory.
+
+:class:`rankless.Checkpointer` has one on every rank, and calls it in the thread of the training. Which weights are
+continued is decided on rank 0, in a vote, so that all ranks continue the same.
 """
 
 from __future__ import annotations
@@ -53,6 +56,8 @@ class ModelSaves:
         """Continue the newest weights of a step, or before it, after the training was resumed from there.
 
         Later ones are abandoned. So they are if there are no earlier ones.
+
+        :meth:`rankless.Checkpointer.resume` calls it on every rank.
         """
         history = self._directory.history
 
@@ -70,7 +75,10 @@ class ModelSaves:
         self._cadence.restart()
 
     def save_if_due(self, step: int, metrics: Mapping[str, Any], tolerating: Tolerating) -> None:
-        """Save the model if that is due after a step."""
+        """Save the model if that is due after a step.
+
+        :meth:`rankless.Checkpointer.step` calls it on every rank.
+        """
         directory = self._directory
         if not self._cadence.is_due(step, directory.ask_rank_0):
             return
@@ -80,7 +88,10 @@ class ModelSaves:
         self._cadence.restart(time.perf_counter() - began)
 
     def wait(self) -> None:
-        """Wait for the saves in the background. Raises the error of one that has failed."""
+        """Wait for the saves in the background. Raises the error of one that has failed.
+
+        :class:`rankless.Checkpointer` calls it at the end of its block, on every rank.
+        """
         self._directory.wait()
 
 

@@ -1,4 +1,7 @@
-"""The public functions that list the checkpoints of a run and give them further names. They need no torch."""
+"""The public functions that list the checkpoints of a run and give them further names. They need no torch.
+
+They are called in one process, outside of votes, but for a look into local tiers.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 The dataclasses are the one list of options: :func:`rankless.save_checkpoint`, :class:`rankless.RunDirectory` and
 :class:`rankless.Checkpointer` take :class:`SaveOptions`, and a request to save has them; every load takes
 :class:`LoadOptions`. The two ``TypedDict`` classes repeat the names and types for type checkers and editors.
+
+All ranks pass the same options, but each may have its own listener: a save or load compares those that its votes depend
+on.
 """
 
 from __future__ import annotations

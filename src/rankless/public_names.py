@@ -1,4 +1,7 @@
-"""The public names of rankless, and the module of each."""
+"""The public names of rankless, and the module of each.
+
+``import rankless`` asks it for each name that is used.
+"""
 
 from __future__ import annotations
 

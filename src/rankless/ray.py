@@ -5,6 +5,9 @@ to Ray with its metrics. So ``result.checkpoint``, ``ray.train.get_checkpoint()`
 meaning: Ray decides which checkpoints are kept, and removes all others. A run resumes on any number of workers.
 
 It needs Ray Train V2, which is Ray's default.
+
+Ray calls the training function on every worker, in a thread that is not the main thread. All workers make the same
+calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The ``RunDirectory``: saves into and loads from one run directory, with settings that are given once."""
+"""The ``RunDirectory``: saves into and loads from one run directory, with settings that are given once.
+
+:mod:`rankless.api`, :class:`rankless.Checkpointer` and integrations have one on every rank, and call it in the thread
+of the caller.
+"""
 
 from __future__ import annotations
 
@@ -317,7 +321,10 @@ class RunDirectory:
         failures.raise_first()
 
     def wait_for_turn(self) -> None:
-        """Wait until a save may begin. Raise the error of an earlier one, which :meth:`save` then does not raise."""
+        """Wait until a save may begin. Raise the error of an earlier one, which :meth:`save` then does not raise.
+
+        :class:`rankless.Checkpointer` calls it on every rank in its method ``save``.
+        """
         background_saves.wait_for_turn(self.path, self._process_group)
 
     def wait(self) -> None:
@@ -461,7 +468,10 @@ class RunDirectory:
             background_saves.run_save(drain, self.path, self._process_group, asynchronous=True)
 
     def warn_of_unread_tiers(self) -> None:
-        """Warn on the coordinator if jobs have used a local tier of this directory, and this one does not."""
+        """Warn on the coordinator if jobs have used a local tier of this directory, and this one does not.
+
+        :meth:`rankless.Checkpointer.resume` calls it on every rank; rank 0 alone looks.
+        """
         if self._tier is not None or self.rank != COORDINATOR_RANK:
             return
         with suppress(RanklessError):  # only a warning: this rank must not fail alone
@@ -514,7 +524,10 @@ class RunDirectory:
         return loaded_base(restored.path, restored.id, is_coordinator=self._current_ranks().rank == COORDINATOR_RANK)
 
     def compare_calls(self, call: CallDescription, check: Callable[[], None]) -> None:
-        """Raise ``RankMismatchError`` if ranks make different calls. Run ``check`` on rank 0; all raise its error."""
+        """Raise ``RankMismatchError`` if ranks make different calls. Run ``check`` on rank 0; all raise its error.
+
+        :class:`rankless.Checkpointer` calls it on every rank: it is the vote "beginning".
+        """
 
         def check_and_agree(_: list[bytes]) -> bytes:
             check()
@@ -524,7 +537,10 @@ class RunDirectory:
         vote_same_call(session, "beginning", lambda: call, lambda: b"", check_and_agree)
 
     def ask_rank_0(self, decide: Callable[[], bytes]) -> bytes:
-        """Return what ``decide`` returns on rank 0. All ranks must call it; they wait for each other."""
+        """Return what ``decide`` returns on rank 0. All ranks must call it; they wait for each other.
+
+        :class:`rankless.Checkpointer` and :mod:`rankless.model_saves` call it: it is the vote "deciding when to save".
+        """
         session = self._current_ranks().open_session(self._timeout)
         _, raw = session.vote("deciding when to save", lambda: None, lambda _: b"", lambda _: decide())
         session.leave()
@@ -535,6 +551,8 @@ class RunDirectory:
 
         ``estimate_bytes`` returns the bytes that this rank will stage, from the number of ranks. Whatever it raises is
         logged only: the first save finds out what is wrong.
+
+        :class:`rankless.Checkpointer` calls it on each rank, in its first step.
         """
         if not self._async_save or self._tier is not None:
             return

@@ -1,4 +1,7 @@
-"""``trace``: records what saves and loads do, phase by phase, as a file for Perfetto."""
+"""``trace``: records what saves and loads do, phase by phase, as a file for Perfetto.
+
+Each rank calls it for itself: no vote is held. What is recorded must not change what a save or load does.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ All ``TrainingArguments`` keep their meaning: ``output_dir``, ``save_steps``, ``
 or neither.
 
 The integration is a subclass and not a callback, because ``Trainer`` has no callbacks for saving and data skipping.
+
+The ``Trainer`` calls it on every rank, in the thread of the training.
 """
 
 from __future__ import annotations

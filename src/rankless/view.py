@@ -1,4 +1,8 @@
-"""A read-only view of one checkpoint of any format: its tensors, ranges of them, and its values."""
+"""A read-only view of one checkpoint of any format: its tensors, ranges of them, and its values.
+
+One process opens it, in any thread and outside of votes; it needs torch only for tensors. It must not write anything,
+and run no code of a file.
+"""
 
 from __future__ import annotations
 

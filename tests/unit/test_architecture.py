@@ -223,8 +223,8 @@ def test_a_save_and_a_load_run_few_modules_and_functions(first_use: dict[str, An
     Those of a load last rose when code of the caller's objects that fails in a load was named, when states that share
     memory were given no values that differ, when a file that was replaced was told from one that was read wrongly, and
     when tensors were named that a model's own ``state_dict`` leaves out.
-    Both last rose with the history of a run, when all ranks got the error of a wrong argument of one of them, and when the
-    layout of a run became an object that is asked, instead of a question about the path in each function.
+    Both last rose with the history of a run, when all ranks got the error of a wrong argument of one of them, and when
+    the layout of a run became an object that is asked, instead of a question about the path in each function.
     """
     (save_modules, save_functions), (load_modules, load_functions) = first_use["ran"]
     assert save_modules <= 120

@@ -2,6 +2,9 @@
 
 ``save_state`` and ``load_state`` save and load what was prepared and registered, on any number of ranks. Automatic
 names and ``total_limit`` of ``ProjectConfiguration`` keep their meaning.
+
+Accelerate's training script calls it on every rank, in the thread of the caller. The names of stateful objects are
+stored in checkpoints.
 """
 
 from __future__ import annotations

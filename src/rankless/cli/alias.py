@@ -1,4 +1,7 @@
-"""``rankless alias``: gives a checkpoint a further name, lists these names, or removes one."""
+"""``rankless alias``: gives a checkpoint a further name, lists these names, or removes one.
+
+It is run in one process, at any time, next to jobs that save.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The arguments of commands: a checkpoint of any format, or the folder of a run."""
+"""The arguments of commands: a checkpoint of any format, or the folder of a run.
+
+The commands parse their arguments with it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The process that a command runs in: its standard streams, the signals that end it, and its exit code."""
+"""The process that a command runs in: its standard streams, the signals that end it, and its exit code.
+
+:mod:`rankless.cli.main` sets the process up with it, and commands guard slow imports. An incomplete output must be
+removed if a signal ends the process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The table of commands. Each is imported when it is called, so that ``--help`` is fast."""
+"""The table of commands. Each is imported when it is called, so that ``--help`` is fast.
+
+:mod:`rankless.cli.main` reads it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Shell completion of arguments. No module here imports torch, because the user is waiting."""
+"""Shell completion of arguments. No module here imports torch, because the user is waiting.
+
+The shell runs it in a process of its own, whenever the user presses Tab.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``rankless convert`` writes another format; ``rankless consolidate`` merges a sharded checkpoint into one file."""
+"""``rankless convert`` writes another format; ``rankless consolidate`` merges a sharded checkpoint into one file.
+
+Both run in one process; :mod:`rankless.cli.export` uses the progress bar and the output.
+"""
 
 from __future__ import annotations
 

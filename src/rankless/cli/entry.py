@@ -1,4 +1,7 @@
-"""The entry point of the script. It handles Ctrl-C before the slow imports."""
+"""The entry point of the script. It handles Ctrl-C before the slow imports.
+
+The script ``rankless`` and ``python -m rankless`` call it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``rankless export``: writes a model as a folder that can be uploaded to the Hugging Face Hub."""
+"""``rankless export``: writes a model as a folder that can be uploaded to the Hugging Face Hub.
+
+It calls :func:`rankless.export_model` in one process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The text and the JSON of an incarnation, for ``rankless ls --tree`` and ``rankless show``."""
+"""The text and the JSON of an incarnation, for ``rankless ls --tree`` and ``rankless show``.
+
+Programs read the JSON: keys keep their names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Formatting of the plain values of a checkpoint: in few lines for people, and as JSON for programs."""
+"""Formatting of the plain values of a checkpoint: in few lines for people, and as JSON for programs.
+
+``rankless show``, ``stats`` and ``diff`` call it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A view of a run that is shown again and again: ``rankless ls --watch`` and ``rankless top``."""
+"""A view of a run that is shown again and again: ``rankless ls --watch`` and ``rankless top``.
+
+Both run in one process, and only read.
+"""
 
 from __future__ import annotations
 

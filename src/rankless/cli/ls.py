@@ -1,4 +1,7 @@
-"""``rankless ls``: lists the checkpoints of a run."""
+"""``rankless ls``: lists the checkpoints of a run.
+
+It only reads, in one process. Programs read the JSON: keys keep their names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The history of a run directory as a graph of the terminal, and as JSON, for ``rankless ls --tree``."""
+"""The history of a run directory as a graph of the terminal, and as JSON, for ``rankless ls --tree``.
+
+:mod:`rankless.cli.ls` calls it. Programs read the JSON: keys keep their names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The output of commands: JSON for programs, errors and warnings on stderr."""
+"""The output of commands: JSON for programs, errors and warnings on stderr.
+
+All commands print with it. Results are on stdout, everything else on stderr: scripts read stdout.
+"""
 
 from __future__ import annotations
 

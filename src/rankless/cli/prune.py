@@ -1,4 +1,7 @@
-"""``rankless prune``: removes old checkpoints and leftovers of interrupted saves."""
+"""``rankless prune``: removes old checkpoints and leftovers of interrupted saves.
+
+It runs in one process, next to jobs that save: what is removed is decided, and locked, by :mod:`rankless.run`.
+"""
 
 from __future__ import annotations
 

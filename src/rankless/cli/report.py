@@ -1,4 +1,7 @@
-"""``rankless report``: writes what a run, a checkpoint, or a difference looks like into one HTML page."""
+"""``rankless report``: writes what a run, a checkpoint, or a difference looks like into one HTML page.
+
+It runs in one process, and only reads.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``rankless rollback``: lets a run go on from an older checkpoint."""
+"""``rankless rollback``: lets a run go on from an older checkpoint.
+
+It runs in one process, and claims an incarnation as a job does. The checkpoint is verified before the claim.
+"""
 
 from __future__ import annotations
 

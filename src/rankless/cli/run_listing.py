@@ -1,4 +1,7 @@
-"""The checkpoints of a run as a table of the terminal, for ``rankless ls`` and ``rankless top``."""
+"""The checkpoints of a run as a table of the terminal, for ``rankless ls`` and ``rankless top``.
+
+Both call it in one process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``rankless stats``: shows the statistics of the tensors of a checkpoint."""
+"""``rankless stats``: shows the statistics of the tensors of a checkpoint.
+
+It only reads, in one process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``rankless top``: a live view of the saves of a training, on its disk and in its local tier."""
+"""``rankless top``: a live view of the saves of a training, on its disk and in its local tier.
+
+It only reads, in one process, next to the training.
+"""
 
 from __future__ import annotations
 

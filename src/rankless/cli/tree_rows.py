@@ -2,6 +2,8 @@
 
 This module is pure. The current line of a run is in the first column. What is not in it is in further columns, each
 after the checkpoint from which it was continued, and before the line goes on.
+
+:mod:`rankless.cli.ls_tree` prints them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""``rankless verify``: reads every byte and checks every CRC."""
+"""``rankless verify``: reads every byte and checks every CRC.
+
+It only reads, in one process. The exit code is an interface: scripts use it.
+"""
 
 from __future__ import annotations
 

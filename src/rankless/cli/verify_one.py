@@ -1,4 +1,7 @@
-"""The verification of one checkpoint, which reports all problems, not only the first."""
+"""The verification of one checkpoint, which reports all problems, not only the first.
+
+``rankless verify``, ``rollback`` and ``report`` call it, in one process. Scripts read the status: its words must stay.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 Names from ColossalAI's guide that this version does not have are accepted as keywords. Loading reads everything that
 the original writes. Saving writes what the original loads; each file or folder appears atomically, and nothing is
 gathered on one rank.
+
+A training script calls it on every rank, in the thread of the caller; saves and loads go through
+:mod:`rankless.components`.
 """
 
 from __future__ import annotations

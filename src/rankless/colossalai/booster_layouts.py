@@ -2,6 +2,9 @@
 
 Source: ``colossalai/checkpoint_io`` of that version. Sizes in its indexes are in MiB. ColossalAI's "prefix" is a
 variant in the file names: ``pytorch_model.foo-00001.bin``, ``pytorch_model.bin.index.foo.json``.
+
+:class:`~rankless.colossalai.booster.Booster` passes them as the layout of a save: rank 0 calls them in the vote
+"preparing the save". ColossalAI reads the names, the indexes and the numbers of parameters: all must stay as they are.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 Source: ``colossalai/checkpoint_io`` of that version. Sizes in its indexes are in MiB; the keys of optimizers' weight
 maps are the numbers of parameters.
+
+:mod:`rankless.colossalai.booster_layouts` names files with it on rank 0, and :mod:`rankless.colossalai.writer` divides
+with it on every rank. ColossalAI reads names and indexes.
 """
 
 from __future__ import annotations

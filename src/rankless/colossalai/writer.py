@@ -2,6 +2,9 @@
 
 ``modeling/`` and ``optimizer/`` are for ``load_model`` and ``load_optimizer``, ``lr_scheduler`` is for
 ``load_lr_scheduler``.
+
+A conversion makes one on every rank; see :class:`rankless.conversion.target.ConversionTarget` for the ranks of its
+methods. ColossalAI's scripts look for these names.
 """
 
 from __future__ import annotations

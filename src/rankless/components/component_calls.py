@@ -1,4 +1,8 @@
-"""The API for single components: ``save_model``, ``load_model`` and so on, which every rank calls."""
+"""The API for single components: ``save_model``, ``load_model`` and so on, which every rank calls.
+
+:mod:`rankless.colossalai.booster` and :mod:`rankless.torchtitan.manager` call the functions below for loads and for
+folders, too, in the thread of the caller.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +110,10 @@ def save_model(
 
 
 def replace_with_model(model: Any, folder: Path, *, timeout: float) -> None:
-    """Save a model in the Hugging Face layout in place of a folder, of which no file is kept. Every rank calls it."""
+    """Save a model in the Hugging Face layout in place of a folder, of which no file is kept. Every rank calls it.
+
+    :mod:`rankless.torchtitan.manager` calls it in the thread of the caller.
+    """
     destination = Destination(folder.resolve(), folder=True, keeps_others=False)
     file_format = model_file_format(destination, parse_size(SHARD_SIZE), use_safetensors=True, model=model)
     training = TrainingObjects(model, rng=False, adapters=NO_ADAPTERS)
@@ -267,7 +274,10 @@ def load_lr_scheduler(
 
 
 def wait_for_path(checkpoint: str | PathLike[str]) -> Path:
-    """Wait for the pending saves of a path, and return it. A link to a folder has those of the folder, too."""
+    """Wait for the pending saves of a path, and return it. A link to a folder has those of the folder, too.
+
+    A load of one component calls it first, on each rank for itself.
+    """
     path = parse_location(checkpoint)
     for saved_path in dict.fromkeys((path, path.resolve())):
         background_saves.finalize(saved_path)
@@ -287,6 +297,8 @@ def load_component(
     """Load one component. ``ranks_and_timeout``: the ranks that load together, and how many seconds they wait.
 
     ``ignores_unexpected`` and ``may_skip_frozen``: see :class:`RestorePolicy`.
+
+    Every rank calls it, in the thread of the caller. Errors become common in the votes of the load.
     """
     path = wait_for_path(checkpoint)
     group, timeout = ranks_and_timeout
@@ -322,7 +334,10 @@ def save_scheduler_state(
     *,
     as_torch: bool,
 ) -> None:
-    """Save a scheduler's state as JSON or as a ``torch.save`` file. See :func:`load_component` for the arguments."""
+    """Save a scheduler's state as JSON or as a ``torch.save`` file. See :func:`load_component` for the arguments.
+
+    Every rank calls it, in the thread of the caller. It is one vote.
+    """
     group, timeout = ranks_and_timeout
     check_ranks_are_joined(group)
     schedulers.write_scheduler(

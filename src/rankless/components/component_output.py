@@ -3,6 +3,9 @@
 The save says what is written (:class:`SavedComponent`). An output says where, and how it appears:
 :class:`rankless.components.folder_output.FolderComponentOutput` by one rename,
 :class:`rankless.components.object_output.ObjectComponentOutput` file by file, the index last.
+
+:class:`~rankless.components.component_save.ComponentSave` has one on every rank, and calls
+:meth:`ComponentOutput.write` in the thread of the save.
 """
 
 from __future__ import annotations
@@ -69,11 +72,17 @@ class ComponentOutput(Protocol):
         """Write all files, and let them appear at their final paths. It ends in votes."""
 
     def discard(self) -> None:
-        """Remove what was written, after a failure, unless it has its final name."""
+        """Remove what was written, after a failure, unless it has its final name.
+
+        Each rank calls it in the rollback; only rank 0 has something to remove.
+        """
 
 
 def open_component_output(destination: Destination, ranks: WritingRanks) -> ComponentOutput:
-    """Return the output for a destination. Nothing is created. The modules of each kind are imported if it is used."""
+    """Return the output for a destination. Nothing is created. The modules of each kind are imported if it is used.
+
+    Each rank calls it when a save of a component is made.
+    """
     if isinstance(destination.path, ObjectPath):
         from rankless.components.object_output import ObjectComponentOutput  # noqa: PLC0415
 

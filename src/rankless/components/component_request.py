@@ -1,4 +1,8 @@
-"""The request to save one component."""
+"""The request to save one component.
+
+:mod:`rankless.components.component_calls` makes one on each rank, and the vote "looking at what to save" compares and
+checks it. An argument on which files or votes depend must be in :meth:`ComponentRequest.describe_call`.
+"""
 
 from __future__ import annotations
 
@@ -59,14 +63,20 @@ class ComponentRequest:
         return CallDescription(f"save of {subject}", arguments)
 
     def check_arguments(self) -> None:
-        """Raise ``InvalidArgumentError`` if the training objects are not exactly one component."""
+        """Raise ``InvalidArgumentError`` if the training objects are not exactly one component.
+
+        Each rank calls it in the vote "looking at what to save".
+        """
         slots = models.model_components(self.training.model) or adapters.optimizer_components(self.training.optimizer)
         kind = OPTIMIZER if self.training.model is None else MODEL
         if list(slots) != [kind]:
             raise InvalidArgumentError(f"pass one {kind}, not a dict of several: they are saved one at a time")
 
     def check_destination(self) -> None:
-        """Raise ``InvalidArgumentError`` if the destination exists and cannot be replaced."""
+        """Raise ``InvalidArgumentError`` if the destination exists and cannot be replaced.
+
+        Rank 0 calls it in the vote "looking at what to save".
+        """
         self.destination.check_replaceable()
 
     def packing_key(self) -> bytes:

@@ -1,4 +1,9 @@
-"""A save of one component on all ranks, wherever it is written to. Each step ends in a vote."""
+"""A save of one component on all ranks, wherever it is written to. Each step ends in a vote.
+
+:mod:`rankless.components.pending_saves` makes one on every rank, and :mod:`rankless.save.background` runs it. The votes
+are "looking at what to save", "preparing the save", "comparing replicas", and those of the output. Nothing is written
+before the replicas are compared.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A view of a checkpoint for loading one component: it must contain the component, whose names may have a prefix."""
+"""A view of a checkpoint for loading one component: it must contain the component, whose names may have a prefix.
+
+A load of one component passes it as the adapter of its reader, which each rank calls when it opens the checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The content of the files of one component: tensors by the names they get there, and the origin of each."""
+"""The content of the files of one component: tensors by the names they get there, and the origin of each.
+
+Rank 0 makes it in the vote "preparing the save". Names and order of the tensors must not depend on the ranks.
+"""
 
 from __future__ import annotations
 

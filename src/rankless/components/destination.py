@@ -1,4 +1,7 @@
-"""The final path of a component: a file, or a folder whose other files are kept."""
+"""The final path of a component: a file, or a folder whose other files are kept.
+
+:mod:`rankless.components.component_calls` makes one on each rank; rank 0 checks it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,11 @@ class Destination:
             raise InvalidArgumentError(f"{path} is in a loop of links: choose another path") from error
 
     def check_replaceable(self) -> None:
-        """Raise ``InvalidArgumentError`` if the path exists and is of the other kind, or cannot be replaced."""
+        """Raise ``InvalidArgumentError`` if the path exists and is of the other kind, or cannot be replaced.
+
+        Rank 0 calls it in the vote "looking at what to save"; for a scheduler, each rank in the vote "saving the
+        scheduler".
+        """
         run_store_of(self.path.parent).check_output_name(self.path.name)
         store = store_of(self.path)
         if self.folder and store.is_file(self.path):

@@ -1,4 +1,8 @@
-"""The file format of a component, as determined by the arguments and the path."""
+"""The file format of a component, as determined by the arguments and the path.
+
+:mod:`rankless.components.component_calls` asks it on each rank. The text must name all on which the files depend: ranks
+compare it.
+"""
 
 from __future__ import annotations
 

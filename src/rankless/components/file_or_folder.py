@@ -1,4 +1,7 @@
-"""Layouts of a component in files: one file, or a folder in the Hugging Face layout."""
+"""Layouts of a component in files: one file, or a folder in the Hugging Face layout.
+
+Rank 0 lays out in the vote "preparing the save". The files must be those that transformers, PEFT and torch open.
+"""
 
 from __future__ import annotations
 

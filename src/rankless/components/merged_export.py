@@ -1,4 +1,7 @@
-"""Export of a model with its PEFT adapter merged into the weights: a Hugging Face folder, written by one process."""
+"""Export of a model with its PEFT adapter merged into the weights: a Hugging Face folder, written by one process.
+
+``rankless convert --merge`` calls it in one process, :func:`rankless.merge_adapters` likewise.
+"""
 
 from __future__ import annotations
 

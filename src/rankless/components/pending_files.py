@@ -1,4 +1,9 @@
-"""The files of a component in a pending directory, on rank 0: they get the final name in one step."""
+"""The files of a component in a pending directory, on rank 0: they get the final name in one step.
+
+:class:`~rankless.components.folder_output.FolderComponentOutput` makes it in the vote "preparing the save" and
+publishes in the vote "writing"; :mod:`rankless.components.scheduler_file` does both in one vote. All is synced before
+the rename.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +59,10 @@ class PendingFiles:
         return self._pending.path
 
     def find_there(self) -> dict[int, Path]:
-        """Return the final paths, by number, of files that are there with the same size and bytes of no tensor."""
+        """Return the final paths, by number, of files that are there with the same size and bytes of no tensor.
+
+        Called in the vote "preparing the save".
+        """
         for number, (file, frame) in enumerate(zip(self._files.files, self._frames, strict=True)):
             path = self._final_path(file.name)
             with suppress(StorageError):  # then the file is written
@@ -71,6 +79,8 @@ class PendingFiles:
 
         It is the same file then when the folder is published, and keeps its times. A link cannot replace a single file:
         that stays where it is.
+
+        Called in the vote "finding unchanged files".
         """
         path, identity = self._there[number]
         pending = self.folder / self._files.files[number].name
@@ -84,7 +94,10 @@ class PendingFiles:
         return True
 
     def publish(self, build_header: Callable[[int], bytes]) -> None:
-        """Finish the files with their headers, by number, and give them their final names."""
+        """Finish the files with their headers, by number, and give them their final names.
+
+        Called in the vote "writing", or, for a scheduler, "saving the scheduler".
+        """
         for number, (file, frame) in enumerate(zip(self._files.files, self._frames, strict=True)):
             if number not in self._kept:
                 self._finish_file(self.folder / file.name, [(0, build_header(number)), *frame.known])

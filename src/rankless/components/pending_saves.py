@@ -1,4 +1,8 @@
-"""The pending saves of components, and the ranks that they use."""
+"""The pending saves of components, and the ranks that they use.
+
+:mod:`rankless.components.component_calls` has one for the process. Every rank calls it, in the thread of the caller.
+Two saves of a path at once would replace each other's files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A file with the state of a scheduler: JSON with its class, or a state dict as torch.save writes it."""
+"""A file with the state of a scheduler: JSON with its class, or a state dict as torch.save writes it.
+
+:mod:`rankless.components.component_calls` calls it on every rank; :func:`find_owned_files` is asked before a file is
+replaced. The form of the JSON file is stored: files of earlier versions must be read.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +53,8 @@ def write_scheduler(scheduler: Any, path: Path, session: Session, *, as_torch: b
 
     Raises ``UnsupportedValueError``, which names all values that cannot be stored, or ``InvalidArgumentError`` if
     the object is not a scheduler, or the path is a folder.
+
+    It is the vote "saving the scheduler".
     """
     destination = Destination(path, folder=False)
     call = CallDescription("save of a scheduler", {"the path": repr(str(path))})
@@ -84,6 +90,8 @@ def read_scheduler(scheduler: Any, path: Path, session: Session) -> None:
 
     Raises ``NoCheckpointError``, ``CorruptCheckpointError``, ``FormatError``, or ``MismatchError`` for a scheduler of
     another class.
+
+    It takes two votes.
     """
 
     def read_and_compare() -> Any:

@@ -1,4 +1,8 @@
-"""The values of a checkpoint that are carried into another. Tensors in them are passed on by name, not read."""
+"""The values of a checkpoint that are carried into another. Tensors in them are passed on by name, not read.
+
+:mod:`rankless.conversion.pipeline` calls it on each rank that opens the source. No tensor is read, and values must keep
+their encoding.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 All NaNs become one, because which one torch makes of a NaN depends on the processor. torch takes no part in it, so that
 the bytes are the same with and without it.
+
+:mod:`rankless.conversion.input_files` passes it to what streams tensors, in the threads that write. The bytes must be
+equal on all processors, and to those of torch but for NaNs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Warnings of optimizer states that are not in an output as the optimizer kept them."""
+"""Warnings of optimizer states that are not in an output as the optimizer kept them.
+
+Conversions call it on rank 0; a save of an optimizer into a file of ``torch.save`` calls it on rank 0, too.
+"""
 
 from __future__ import annotations
 

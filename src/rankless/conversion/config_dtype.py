@@ -1,4 +1,8 @@
-"""The dtype that a ``config.json`` of transformers names."""
+"""The dtype that a ``config.json`` of transformers names.
+
+:class:`~rankless.conversion.native_target.NativeTarget` calls it on rank 0, when it writes the small files. Only
+entries that name a dtype may change, and no ``quantization_config``.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A conversion says what is written (:class:`ConvertedContent`, and a target with the files of the format). An output says
 where, and how it appears: :class:`rankless.conversion.folder_output.FolderConversionOutput` by one rename,
-:class:`rankless.conversion.object_output.ObjectConversionOutput` file by file, those that name others last.
+:class:`rankless.conversion.object_output.ObjectConversionOutput` file by file, those that name others last. All ranks
+must call the methods in the order of :class:`ConversionOutput`: some of them hold votes.
 """
 
 from __future__ import annotations
@@ -36,33 +37,48 @@ class ConvertedContent(Protocol):
 
 
 class ConversionOutput(Protocol):
-    """The place of one conversion. All ranks have one, and call its methods in this order; each ends in a vote."""
+    """The place of one conversion. All ranks have one, and call its methods in this order."""
 
     @property
     def pending(self) -> Path:
         """The folder in which the target of rank 0 creates its files. Rank 0 sends it to all ranks."""
 
     def clean_up(self) -> None:
-        """Remove what dead conversions to the same path have left, on rank 0."""
+        """Remove what dead conversions to the same path have left, on rank 0.
+
+        Called in the vote "reading the metadata".
+        """
 
     def create(self, target: ConversionTarget, nbytes: int, host_of: Sequence[int]) -> RankShare:
-        """Create the files, with tensors of ``nbytes`` bytes, and divide the work. ``host_of`` has each rank's host."""
+        """Create the files, with tensors of ``nbytes`` bytes, and divide the work. ``host_of`` has each rank's host.
+
+        All ranks call it: it holds the vote "preparing".
+        """
 
     def write(self, content: ConvertedContent, on_moved: OnBytesMoved) -> None:
-        """Write all bytes. Afterwards they can be read back."""
+        """Write all bytes. Afterwards they can be read back.
+
+        All ranks call it: it holds the vote or the votes on the writing.
+        """
 
     def check_valid(self, target: ConversionTarget) -> None:
         """Raise ``CorruptCheckpointError`` if the format's reader refuses the files. Each rank calls it for itself."""
 
     def publish(self) -> None:
-        """Let the output appear at its final path. Raises ``TagExistsError`` if something is there."""
+        """Let the output appear at its final path. Raises ``TagExistsError`` if something is there.
+
+        All ranks call it: it is the vote "finishing".
+        """
 
     def discard(self) -> None:
         """Remove what was written, after a failure. No vote."""
 
 
 def open_conversion_output(final: Path, ranks: WritingRanks) -> ConversionOutput:
-    """Return the output for a path. Nothing is created. The modules of each kind are imported if it is used."""
+    """Return the output for a path. Nothing is created. The modules of each kind are imported if it is used.
+
+    Each rank calls it when a conversion is made.
+    """
     if isinstance(final, ObjectPath):
         from rankless.conversion.object_output import ObjectConversionOutput  # noqa: PLC0415
 

@@ -1,4 +1,8 @@
-"""The output of a conversion on a disk: all ranks write into files in a pending directory, which rank 0 renames."""
+"""The output of a conversion on a disk: all ranks write into files in a pending directory, which rank 0 renames.
+
+:class:`~rankless.conversion.pipeline.Conversion` has one on every rank, in the thread of the caller. The rename is the
+last step, after all bytes were written, and read back if that is asked for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The form of a model on the Hugging Face Hub: the names that ``save_pretrained`` gives its tensors."""
+"""The form of a model on the Hugging Face Hub: the names that ``save_pretrained`` gives its tensors.
+
+:mod:`rankless.conversion.pipeline` calls :func:`adapt_source` on each rank that opens the source of a conversion to
+``hf``. The names must be those of ``save_pretrained``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The files that a conversion reads: those with the tensors of a checkpoint, and with arrays among its values."""
+"""The files that a conversion reads: those with the tensors of a checkpoint, and with arrays among its values.
+
+:mod:`rankless.conversion.pipeline` makes one on each rank, inside the vote on the writing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The conversion target ``native``, and the Hugging Face targets, which publish only its ``model/`` folder."""
+"""The conversion target ``native``, and the Hugging Face targets, which publish only its ``model/`` folder.
+
+A conversion makes one on every rank; see :class:`rankless.conversion.target.ConversionTarget` for the ranks of its
+methods. Files and headers are those of the format, the same as of a save.
+"""
 
 from __future__ import annotations
 
@@ -206,7 +210,10 @@ def _model_names(source: ConversionSource) -> list[str]:
 
 
 def companion_files(reader: Reader) -> Iterator[tuple[str, bytes]]:
-    """Iterate over the companion files of the source: of transformers, rankless, or ColossalAI's scripts."""
+    """Iterate over the companion files of the source: of transformers, rankless, or ColossalAI's scripts.
+
+    Targets and exports call it on each rank when they are made, and targets on rank 0 when they write.
+    """
     if isinstance(reader, NativeReader):  # the manifest names all its files
         for prefix in ("", f"{reader.model_folder.relative_to(reader.path)}/"):
             for name in _COMPANIONS:

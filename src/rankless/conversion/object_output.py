@@ -4,6 +4,9 @@ Rank 0 creates the files of the target in a folder for temporary files, but no t
 sparse. All other bytes of them, such as the records of a zip file, are sent to all ranks, and headers at the end. A
 store cannot rename, so the files of a folder appear one after another. Those that name others, such as indexes and
 manifests, are the last ones: without them no reader takes a part of a folder for the whole.
+
+:class:`~rankless.conversion.pipeline.Conversion` has one on every rank, in the thread of the caller. Uploads are
+completed only when all parts are sent, and files that name others come last.
 """
 
 from __future__ import annotations

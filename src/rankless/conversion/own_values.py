@@ -1,4 +1,7 @@
-"""Values of an optimizer besides its states and settings, in the state dicts of files."""
+"""Values of an optimizer besides its states and settings, in the state dicts of files.
+
+The schemas of state dicts call it, on each rank of a conversion; a save of an optimizer on rank 0.
+"""
 
 from __future__ import annotations
 

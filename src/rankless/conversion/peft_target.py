@@ -1,4 +1,7 @@
-"""The conversion target ``peft``: the adapters of a checkpoint, in the folders in which PEFT stores them."""
+"""The conversion target ``peft``: the adapters of a checkpoint, in the folders in which PEFT stores them.
+
+A conversion makes one on every rank: see :class:`rankless.conversion.target.ConversionTarget`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""The steps of a conversion, shared by all ranks: read, cast and write one buffer at a time; verify; rename once."""
+"""The steps of a conversion, shared by all ranks: read, cast and write one buffer at a time; verify; rename once.
+
+:func:`rankless.convert` and :func:`rankless.export_model` run it on every rank, in the thread of the caller. The votes
+are "reading the metadata", "reading the source's checksums", "planning the output", those of the output, and "reading
+back" before the last. The source is verified before headers are written, and nothing is published before it was read
+back.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +134,10 @@ class ConversionRequest:
     step: int | None = None
 
     def check_arguments(self) -> None:
-        """Raise ``InvalidArgumentError`` or ``TagExistsError`` if the request is not valid."""
+        """Raise ``InvalidArgumentError`` or ``TagExistsError`` if the request is not valid.
+
+        Each rank calls it in the vote "reading the metadata"; for NxD, rank 0 in the vote "converting".
+        """
         if self.to not in {*TARGETS, NXD}:
             raise InvalidArgumentError(f"to must be one of {', '.join((*TARGETS, NXD))}; got {self.to!r}")
         if self.step is not None and self.to not in HAVE_STEP:
@@ -147,7 +156,10 @@ class ConversionRequest:
         check_destination(self.final)
 
     def open_source(self) -> ConversionSource:
-        """Open the source. Raises ``CheckpointReplacedError`` if another process replaces it meanwhile."""
+        """Open the source. Raises ``CheckpointReplacedError`` if another process replaces it meanwhile.
+
+        Each rank calls it in the vote "reading the metadata"; for NxD, rank 0 in the vote "converting".
+        """
         reader = open_latest(self.source, self._source_keys())
         if self.fingerprint not in {None, reader.fingerprint}:
             raise CheckpointReplacedError(f"{reader.path} was replaced while it was being read; try again")
@@ -209,7 +221,10 @@ class Conversion:
         self._output = open_conversion_output(request.final, ranks)
 
     def run(self, *, verify: bool) -> Path:
-        """Run all steps. If one fails, nothing is left behind, and all ranks raise the same error."""
+        """Run all steps. If one fails, nothing is left behind, and all ranks raise the same error.
+
+        All ranks call it.
+        """
         source, pending, host_of = self._open_source()
         if self._session.rank == 0 and self._request.to not in KEEP_OWN_VALUES:
             warn_if_left_out(source.carried.shared, f"the format {self._request.to!r}")

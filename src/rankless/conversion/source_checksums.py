@@ -1,4 +1,8 @@
-"""Verification of the source of a conversion against the checksums in its files."""
+"""Verification of the source of a conversion against the checksums in its files.
+
+:mod:`rankless.conversion.pipeline` finds them on each rank in the vote "reading the source's checksums", and compares
+on rank 0 in the decision of the vote on the writing. The converters to NxD verify in one process.
+"""
 
 from __future__ import annotations
 

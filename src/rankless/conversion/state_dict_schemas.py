@@ -1,4 +1,8 @@
-"""Schemas of state dict trees: of PyTorch files, DCP, Lightning and ColossalAI."""
+"""Schemas of state dict trees: of PyTorch files, DCP, Lightning and ColossalAI.
+
+Targets of files of torch call a schema on every rank with tensors without data; Lightning's strategies call some with
+real ones. The keys are those that the other systems load.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The interface of a format that conversions write: its files, the layout of tensors in them, and all other content."""
+"""The interface of a format that conversions write: its files, the layout of tensors in them, and all other content.
+
+:class:`~rankless.conversion.pipeline.Conversion` makes a target on every rank in the vote "planning the output". All
+ranks must get the same layout.
+"""
 
 from __future__ import annotations
 
@@ -81,19 +85,30 @@ class ConversionTarget(Protocol):
     """A format that all ranks write into a pending directory, which rank 0 creates, publishes and removes."""
 
     def create_files(self) -> None:
-        """Create the files at their final sizes, with all but their tensors and headers. Only rank 0 calls it."""
+        """Create the files at their final sizes, with all but their tensors and headers. Only rank 0 calls it.
+
+        It does so in the vote "preparing".
+        """
 
     def locate_tensors(self) -> FileLayout:
-        """Return the layout of the tensors, after the files are created. A rank that does not see them does not."""
+        """Return the layout of the tensors, after the files are created. A rank that does not see them does not.
+
+        In a folder, each rank calls it; in an object store, rank 0.
+        """
 
     def write_metadata(self, fragments: Fragments) -> None:
         """Write the headers, and files without tensors. Only rank 0 calls it, when all tensors are written.
 
         ``fragments`` number the tensors in the order of :meth:`locate_tensors`.
+
+        It does so in the decision of the vote on the writing.
         """
 
     def open_reader(self) -> Reader:
-        """Open the finished output. Raises ``CorruptCheckpointError`` if it is not valid."""
+        """Open the finished output. Raises ``CorruptCheckpointError`` if it is not valid.
+
+        In a folder, each rank calls it in the vote "reading back"; in an object store, rank 0.
+        """
 
     @property
     def output_name(self) -> str:

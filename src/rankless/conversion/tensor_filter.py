@@ -1,4 +1,7 @@
-"""The selection of tensors from a checkpoint, with their new names and dtypes. Pure functions."""
+"""The selection of tensors from a checkpoint, with their new names and dtypes. Pure functions.
+
+:mod:`rankless.conversion.pipeline` selects with it on each rank that opens the source: the result must be the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""torch's hash of the entry names in a ``torch.save`` file with a given number of storages, computed by torch."""
+"""torch's hash of the entry names in a ``torch.save`` file with a given number of storages, computed by torch.
+
+The writers of NxD's files ask it, in the process that writes: rank 0 of a conversion, or the converter of ZeRO states.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The bytes of a ``torch.save`` file that belong to no planned tensor, kept in memory: no file is written."""
+"""The bytes of a ``torch.save`` file that belong to no planned tensor, kept in memory: no file is written.
+
+:class:`~rankless.conversion.torch_target.PlannedTorchFile` lays out with it, on rank 0 of a save of one component.
+"""
 
 from __future__ import annotations
 

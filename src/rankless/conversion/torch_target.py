@@ -1,6 +1,9 @@
 """The conversion targets that are one ``torch.save`` file.
 
 torch itself writes it with tensors that have no data. The offsets of these are read back, and the bytes are filled in.
+
+A conversion makes a target on every rank, and rank 0 creates the file; writers of other systems, and saves of one
+component on rank 0, use :class:`PlannedTorchFile`. Bytes must be those that ``torch.save`` writes.
 """
 
 from __future__ import annotations

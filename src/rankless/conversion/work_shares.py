@@ -1,6 +1,9 @@
 """The division of a conversion among ranks. Every rank can read the whole source, so any rank can write any byte.
 
 Pure functions of the layout: all ranks call them with equal arguments, and get shares that fit together.
+
+:mod:`rankless.conversion.folder_output` and :mod:`rankless.conversion.object_output` ask it on each rank, after the
+layout is known.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""Data loading whose position does not depend on the number of ranks."""
+"""Data loading whose position does not depend on the number of ranks.
+
+A training makes a loader on each rank, and passes it to saves and loads as ``dataloader=``.
+"""

@@ -2,6 +2,9 @@
 
 A position counts samples over all ranks, as Megatron-LM's ``consumed_samples`` does. The order of an epoch depends only
 on the seed and the epoch. So any number of ranks can continue from any position, with batches of any size.
+
+:class:`~rankless.data.resumable_loader.ResumableLoader` asks it on each rank. The order of samples and the state are
+stored: all ranks, and all versions, must get the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The common parts of the loaders of rankless: the check of their arguments, and the begin of their workers."""
+"""The common parts of the loaders of rankless: the check of their arguments, and the begin of their workers.
+
+Both loaders call it on each rank; :func:`init_worker` runs in the workers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A data loader that any number of ranks can take over in the middle of an epoch."""
+"""A data loader that any number of ranks can take over in the middle of an epoch.
+
+A training iterates on each rank; :mod:`rankless.state.rank_states` takes and restores states, in the votes of saves and
+loads. A state of an earlier version must still be loaded.
+"""
 
 from __future__ import annotations
 

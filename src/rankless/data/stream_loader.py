@@ -1,4 +1,8 @@
-"""A loader of streams that any number of ranks can take over at any step, although no stream has an index."""
+"""A loader of streams that any number of ranks can take over at any step, although no stream has an index.
+
+A training iterates on each rank; :mod:`rankless.state.rank_states` takes and restores states, in the votes of saves and
+loads. All ranks must divide the shards in the same way.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,10 @@
 A stream consists of shards, each of which is read from its begin. Epoch after epoch each shard is read once, by one
 rank. A rank notes for each of its shards how far its training has used the samples. From what all ranks have noted
 follows what is left, and that is divided over any number of ranks: :func:`join`.
+
+:class:`~rankless.data.stream_loader.StreamLoader` asks it on each rank. Which rank reads which shard follows from the
+states alone: no message is sent. The states are stored. All ranks must get the same division from the same states: no
+clock, and no random numbers but those of the seed.
 """
 
 from __future__ import annotations

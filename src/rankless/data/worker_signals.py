@@ -2,6 +2,8 @@
 
 ``torchrun`` and Slurm send the signal to all processes of a job. A ``DataLoader`` whose workers die of it raises an
 error in the training process, which then does not get to its last checkpoint.
+
+The loaders of rankless protect their workers with it; for other loaders, users pass :func:`shield_worker`.
 """
 
 from __future__ import annotations

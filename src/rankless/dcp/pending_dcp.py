@@ -1,4 +1,8 @@
-"""The pending directory of a DCP save, and the checks before an older checkpoint is replaced."""
+"""The pending directory of a DCP save, and the checks before an older checkpoint is replaced.
+
+:mod:`rankless.dcp.save_output_folder` calls it: rank 0 creates, in torch's step "global plan", and all ranks look for
+the directory when they write. The name must be the same at each save: planners keep it.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +36,8 @@ def find_pending(final: Path) -> Path:
 
     A client of a network file system may remember the name as that of an earlier save, which has become a checkpoint.
     It asks the server again if the parent directory is listed.
+
+    Each rank calls it when it writes.
     """
     if not is_local(final.parent):
         posix.list_names(final.parent)

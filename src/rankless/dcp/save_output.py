@@ -1,4 +1,9 @@
-"""The output of a DCP save: a folder on a file system, or objects in a store."""
+"""The output of a DCP save: a folder on a file system, or objects in a store.
+
+:class:`~rankless.dcp.storage_writer.FileSystemWriter` has one on every rank. torch calls the writer, so there are no
+votes of rankless: errors are sent to rank 0 as results. The metadata must appear last: from then on readers see the
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +31,16 @@ class SaveOutput(Protocol):
         """Begin the save (rank 0 only). Raises ``TagExistsError`` if something is in the way."""
 
     def open_folder(self, nbytes: int) -> AbstractContextManager[Path]:
-        """Give a folder that this rank writes its files into, with tensors of ``nbytes`` bytes."""
+        """Give a folder that this rank writes its files into, with tensors of ``nbytes`` bytes.
+
+        Each rank calls it in torch's ``write_data``.
+        """
 
     def keep_files(self, folder: Path, results: Sequence[WriteResult]) -> list[WriteResult]:
-        """Make the files of this rank durable, and return the results with the final names of the files."""
+        """Make the files of this rank durable, and return the results with the final names of the files.
+
+        Each rank calls it in torch's ``write_data``.
+        """
 
     def check_files(self, written: Sequence[WrittenItem]) -> None:
         """Raise ``RankMismatchError`` if a file that some rank has written is missing (rank 0 only)."""

@@ -1,4 +1,8 @@
-"""The output of a DCP save on a file system: a pending directory that all ranks write into, and rank 0 renames."""
+"""The output of a DCP save on a file system: a pending directory that all ranks write into, and rank 0 renames.
+
+:class:`~rankless.dcp.storage_writer.FileSystemWriter` calls it in the steps of ``dcp.save``. Files are durable before
+the metadata is written, and all of it before the rename.
+"""
 
 from __future__ import annotations
 

@@ -13,6 +13,9 @@ its files may have been listed.
 
 A save may so replace another one whose reply was lost, and which tries again. So the files of a checkpoint that another
 process has saved within the last hour are not removed at once, but by a later save: its checksums name them.
+
+:class:`~rankless.dcp.storage_writer.FileSystemWriter` calls it in the steps of ``dcp.save``. The order must stay:
+files, checksums, a list of what may be removed, the metadata on a condition, then the removal.
 """
 
 from __future__ import annotations

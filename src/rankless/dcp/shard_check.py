@@ -1,6 +1,8 @@
 """Refusal of shards that torch's planners would put in the wrong place: a storage writer or reader cannot move them.
 
 DCP computes the place of the shard of a DTensor from the array of the mesh and from torch's rule of sizes.
+
+The storage reader and writer call it on each rank before they read or write.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A ``StorageReader`` for ``dcp.load``: verifies what it reads, runs no code, reads only needed ranges."""
+"""A ``StorageReader`` for ``dcp.load``: verifies what it reads, runs no code, reads only needed ranges.
+
+torch calls the methods: each rank reads the metadata and its plan, in the thread of ``dcp.load``.
+:mod:`rankless.torchtitan.manager` loads with it, too. No pickle may run unless the user passes ``weights_only=False``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A ``StorageWriter`` that writes torch's files into a folder which appears when it is complete and durable."""
+"""A ``StorageWriter`` that writes torch's files into a folder which appears when it is complete and durable.
+
+torch calls the methods: rank 0 prepares the global plan and finishes, each rank writes, in the thread of ``dcp.save``
+or in that of ``dcp.async_save``. A rank that fails must return its error as a result, or the others would wait.
+"""
 
 from __future__ import annotations
 

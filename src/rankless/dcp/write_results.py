@@ -1,4 +1,9 @@
-"""Write results: what each rank reports to rank 0 about the records it has written."""
+"""Write results: what each rank reports to rank 0 about the records it has written.
+
+:class:`~rankless.dcp.storage_writer.FileSystemWriter` hashes on each rank, and checks on rank 0 in ``finish``. Records
+are hashed as they are read back from the file. All ranks must see the same files: rank 0 looks for each one before the
+metadata is written.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,10 @@ class WrittenItem:
 
 
 def check_all_written(results: Sequence[Sequence[WriteResult]]) -> None:
-    """Raise the error of the first rank that failed."""
+    """Raise the error of the first rank that failed.
+
+    Rank 0 calls it in torch's ``finish``.
+    """
     for rank, row in enumerate(results):
         for result in row:
             if isinstance(result.storage_data, RankFailure):
@@ -71,7 +79,10 @@ def checksum_records(written: Mapping[MetadataIndex, WrittenItem]) -> dict[str, 
 
 
 def hash_chunks(folder: Path, result: WriteResult, readers: ReaderPool) -> WriteResult:
-    """Read a record back from its file, and return its result with the CRCs of its blocks."""
+    """Read a record back from its file, and return its result with the CRCs of its blocks.
+
+    Each rank calls it in torch's ``write_data``.
+    """
     info = result.storage_data
     crcs = []
     for block in range(block_crcs.count_blocks(info.length)):

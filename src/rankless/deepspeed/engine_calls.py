@@ -1,4 +1,8 @@
-"""``save_checkpoint`` and ``load_checkpoint`` for DeepSpeed engines, in the form of the engine's own methods."""
+"""``save_checkpoint`` and ``load_checkpoint`` for DeepSpeed engines, in the form of the engine's own methods.
+
+A training script calls them on every rank. What may fail on one rank alone is done in the vote "reading the engine's
+state".
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 Source: ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``, ``runtime/bf16_optimizer.py`` and
 ``runtime/fp16`` of DeepSpeed 0.19.8.
+
+:mod:`rankless.deepspeed.engine_calls` opens an engine on each rank. The places of parameters are DeepSpeed's: a wrong
+one would store the elements of another parameter.
 """
 # ruff: noqa: SLF001 - DeepSpeed has no public interface for the flat tensors of its optimizers
 
@@ -88,6 +91,8 @@ def open_engine(engine: Any) -> EngineState:
 
     Raises ``StateError`` if the engine has a form that rankless does not store, and ``InvalidArgumentError`` if it is
     no engine.
+
+    Each rank calls it in the vote "reading the engine's state" of a save or load.
     """
     if not isinstance(engine, DeepSpeedEngine):
         raise InvalidArgumentError(f"pass the engine that deepspeed.initialize returned; got {type(engine).__name__}")

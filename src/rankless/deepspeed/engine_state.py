@@ -1,4 +1,8 @@
-"""The state of an engine as rankless saves and loads it."""
+"""The state of an engine as rankless saves and loads it.
+
+:mod:`rankless.deepspeed.engine_calls` has one on each rank during a save or load. At its end the engine must be as it
+was.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +57,10 @@ class EngineState:
     end: Callable[[], None] = field(default=_do_nothing)
 
     def check_weights(self) -> None:
-        """Raise ``StateError`` naming a parameter whose weights are not those of its master weights."""
+        """Raise ``StateError`` naming a parameter whose weights are not those of its master weights.
+
+        A save calls it on each rank, in the vote "reading the engine's state".
+        """
         for copy in self.copies:
             if not copy.is_equal():
                 raise StateError(

@@ -1,4 +1,8 @@
-"""The values of an engine that are not tensors of the model or the optimizer, as DeepSpeed's files name them."""
+"""The values of an engine that are not tensors of the model or the optimizer, as DeepSpeed's files name them.
+
+:mod:`rankless.deepspeed.engine_calls` collects on each rank before a save, and restores on each rank after a load. The
+keys are those in DeepSpeed's files: checkpoints have them.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 Most uses are operations that torch dispatches: one mode looks at each of them. Another mode knows what torch does not
 dispatch: methods that give memory away, as ``numpy()`` does, and operations of other libraries that are one function
 for all kinds of tensors. (vLLM packs weights for oneDNN by such an operation: it packed what was not loaded yet.)
+
+:class:`~rankless.inference.open_weights.ModelWeights` enters them on each rank, in the thread of the caller, as long as
+its block runs. No use of memory may come before the copies into it.
 """
 
 from __future__ import annotations
@@ -52,7 +55,10 @@ class FillingLoader(Loader, Protocol):
     """A loader that executes copies when it is asked to: a ``WeightsLoader``."""
 
     def fill_before_use(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Execute the copies into the memory of tensors that are about to be used."""
+        """Execute the copies into the memory of tensors that are about to be used.
+
+        The modes call it before each operation, in the thread of the caller.
+        """
 
     def note_written(self, tensor: torch.Tensor) -> None:
         """Note that an operation writes into a tensor."""

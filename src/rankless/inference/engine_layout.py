@@ -1,4 +1,7 @@
-"""The layout of an inference engine: its ranks divide a model."""
+"""The layout of an inference engine: its ranks divide a model.
+
+``rankless show --for vllm`` passes it to :mod:`rankless.vllm.lone_rank`, in one process.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Engines join stored tensors, such as those of queries, keys and values, in one parameter. If a file lacks one of them,
 the engine's own loader leaves memory in it that was never written, and the model answers nonsense.
+
+The loaders of vLLM and SGLang call it on each rank, before their blocks end, whose vote makes its error common.
 """
 
 from __future__ import annotations

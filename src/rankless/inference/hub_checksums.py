@@ -1,4 +1,8 @@
-"""The checksums that the Hugging Face Hub has of its files, as its library keeps them next to a download."""
+"""The checksums that the Hugging Face Hub has of its files, as its library keeps them next to a download.
+
+:class:`~rankless.inference.open_weights.ModelWeights` calls it on each rank for a share of the files, in the vote
+"reading the headers".
+"""
 
 from __future__ import annotations
 

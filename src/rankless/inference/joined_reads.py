@@ -1,6 +1,10 @@
 """Reads of the stored elements that copies need: sorted, joined over small gaps, straight into the targets.
 
 What several ranks need is read once: through the page cache of their host, or by one rank that sends the others theirs.
+
+:class:`~rankless.inference.weights_loader.WeightsLoader` has one on each rank; its thread plans and runs.
+:mod:`rankless.inference.planned_reads` plans only. All ranks must get the same stripes, in the same order, from the
+same views.
 """
 
 from __future__ import annotations
@@ -102,7 +106,10 @@ class JoinedReads:
         return PlannedReads(list(files), copies, exact, host_shared)
 
     def plan_together(self, copies: CopiesByTensor, views: Sequence[ViewsByTensor], *, exchange: bool) -> PlannedReads:
-        """Plan the reads of copies whose ``views`` all ranks know. With ``exchange``, one rank reads each byte."""
+        """Plan the reads of copies whose ``views`` all ranks know. With ``exchange``, one rank reads each byte.
+
+        Each rank calls it in the vote "reading a round of weights".
+        """
         files, exact, host_shared = _Files(), list[FileRange](), list[FileRange]()
         exchanged: list[StripeTask] = []
         stops: dict[int, dict[int, int]] = {}
@@ -145,7 +152,10 @@ class JoinedReads:
         return [file_range._replace(local=file_range.start) for file_range in ranges]
 
     def run(self, reads: PlannedReads, p2p: P2PExchange | None = None) -> Fragments:
-        """Execute reads. Return the CRCs of what was read, by the number of the stored tensor."""
+        """Execute reads. Return the CRCs of what was read, by the number of the stored tensor.
+
+        The thread of the loader calls it, or the one that needs elements at once.
+        """
         files, rank, on_moved = reads.files, self._rank, self._on_moved
         fragments: Fragments = {}
         if p2p is not None and reads.exchanged:

@@ -7,6 +7,9 @@ torch itself follows every view, without a rule of rankless for each. What happe
 - An operation that computes reads exactly the elements of its view first, and goes on with a plain tensor.
 - An operation that writes *into* it makes it real: from then on it is a plain tensor in memory. (gpt_oss zeroes a bias
   on all tensor-parallel ranks except one; a recorder of copies would load what is in the file.)
+
+:class:`~rankless.inference.weights_loader.WeightsLoader` makes them on each rank; torch calls them in the thread of the
+engine's loader. A tensor that torch sees must never have elements other than those of the file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The options of the load format ``rankless``, as engines pass them by ``--model-loader-extra-config``."""
+"""The options of the load format ``rankless``, as engines pass them by ``--model-loader-extra-config``.
+
+The loaders of vLLM and SGLang read them on each rank. Users write these names: they stay as they are.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""``open_weights``: the tensors of a model as what any ``load_weights`` takes. Each rank reads just what it needs."""
+"""``open_weights``: the tensors of a model as what any ``load_weights`` takes. Each rank reads just what it needs.
+
+The loaders of vLLM and SGLang, and callers with another engine, enter the block on every rank, in the thread of the
+caller. It holds the votes "finding the weights", "reading the headers" and "counting hosts" at its begin, and "reading
+the weights" at its end, in which all that any rank has used is verified.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """The elements of a stripe that one rank needs, packed into a message: by its owner, and unpacked by the receiver.
 
 Both take the views of the receiver in the same order, and the boxes of each view in ascending order.
+
+:mod:`rankless.inference.joined_reads` exchanges with it on each rank. Owner and receiver must pack and unpack in the
+same order: messages have elements only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Copies of stored elements into tensors that were noted, and not executed yet."""
+"""Copies of stored elements into tensors that were noted, and not executed yet.
+
+:class:`~rankless.inference.weights_loader.WeightsLoader` has one on each rank. Copies into the same memory must not be
+in one batch: their order would be lost.
+"""
 
 from __future__ import annotations
 

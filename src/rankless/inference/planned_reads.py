@@ -2,6 +2,8 @@
 
 Each rank's model takes lazy tensors whose copies are noted and never executed. Then the same planner as for a real load
 divides the reads among the ranks.
+
+``rankless show --for vllm`` calls it.
 """
 
 from __future__ import annotations

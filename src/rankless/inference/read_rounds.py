@@ -2,6 +2,9 @@
 
 A round is for the tensors in some stretch of the files. Each rank sends the others which elements it needs of them,
 when its model's loader has come to the end of the stretch.
+
+:class:`~rankless.inference.weights_loader.WeightsLoader` has one on each rank of several, and its thread runs the
+rounds. The stretches must be the same on all ranks, which follows from the sizes of the stored tensors.
 """
 
 from __future__ import annotations
@@ -55,6 +58,9 @@ class ReadRounds:
         """Plan the reads of a round with all ranks, and execute those of this rank, in a thread of their own.
 
         Raises ``StateError`` if an earlier round has failed: no rank comes to this one, and all have that error.
+
+        All ranks call it, in the thread of the loader. It holds the votes "exchanging what is needed" and "reading a
+        round of weights".
         """
         if self.has_failed:
             raise StateError("an earlier round of reads has failed")

@@ -1,4 +1,8 @@
-"""A destination of the bytes of one stored tensor: the elements of its copies go into their targets, others nowhere."""
+"""A destination of the bytes of one stored tensor: the elements of its copies go into their targets, others nowhere.
+
+:mod:`rankless.inference.joined_reads` reads into it, in the threads that read. Elements that no copy has must not be
+written anywhere.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 What one rank needs alone, it reads itself. What several ranks need is a *shared region*: rows of which each rank needs
 some columns, or tensors that all ranks hold.
+
+:mod:`rankless.inference.joined_reads` calls it on each rank, with the views of all: no sets without an order, no clock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A stored tensor from which parts are read: ``from_pretrained`` of transformers takes these instead of tensors."""
+"""A stored tensor from which parts are read: ``from_pretrained`` of transformers takes these instead of tensors.
+
+:meth:`~rankless.inference.weights_loader.WeightsLoader.slices` makes them on each rank. Their interface must stay that
+of safetensors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The tensors of a stored model by number, in the order of the files, and the lazy tensors of them."""
+"""The tensors of a stored model by number, in the order of the files, and the lazy tensors of them.
+
+:class:`~rankless.inference.weights_loader.WeightsLoader` has one on each rank. The numbers are sent between ranks, so
+the order must follow from the files alone.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A view is described by the distance of the elements in each of its dimensions. The elements are never listed: one rank
 of a large model has 50 million runs of bytes.
+
+The other modules of this package describe copies with it, on each rank, and send it to other ranks.
 """
 
 from __future__ import annotations

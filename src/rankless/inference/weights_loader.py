@@ -2,6 +2,9 @@
 
 Copies are noted, and executed in large batches by a thread next to the caller, which goes on to plan. Whatever else
 touches the memory that a copy fills has to wait for the copy: :mod:`rankless.inference.copies_first` sees to that.
+
+:class:`~rankless.inference.open_weights.ModelWeights` makes one on each rank. Votes are held in the loader's thread
+only, in the order of the rounds. Batches are executed in the order in which their copies were made.
 """
 
 from __future__ import annotations
@@ -213,7 +216,10 @@ class WeightsLoader(ClosingMixin):
         self._given_away.add(memory_of(tensor).start)
 
     def flush(self) -> None:
-        """Execute all copies, and wait for them. Raises the error of a read."""
+        """Execute all copies, and wait for them. Raises the error of a read.
+
+        The end of the block calls it, in the vote "reading the weights".
+        """
         self._begin_batch()
         self._join()
 
@@ -223,7 +229,10 @@ class WeightsLoader(ClosingMixin):
             self._is_closed = True
 
     def take_part(self) -> None:
-        """Take part in all rounds of the ranks. Raises no error of a read: :meth:`flush` does."""
+        """Take part in all rounds of the ranks. Raises no error of a read: :meth:`flush` does.
+
+        The end of the block calls it on every rank, before that vote.
+        """
         self._begin_rounds()
         self.wait()
 

@@ -1,4 +1,7 @@
-"""The result of loading weights into an engine's model."""
+"""The result of loading weights into an engine's model.
+
+Each rank has one when the block of :func:`rankless.open_weights` has ended.
+"""
 
 from __future__ import annotations
 

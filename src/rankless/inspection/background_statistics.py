@@ -6,6 +6,9 @@ skipped, and every other failure is a warning: the checkpoint is complete withou
 
 The bytes are read again, because those in memory have no fixed order: each rank has other ranges of them, and a
 synchronous save has no copy. The modules that read are imported by the thread, not by the caller.
+
+:class:`~rankless.run_directory.RunDirectory` adds :func:`keep_statistics` on rank 0 to the listener of a save with
+``stats=True``.
 """
 
 from __future__ import annotations
@@ -49,7 +52,10 @@ class BackgroundStatistics:
         self._process = 0
 
     def add(self, path: Path) -> None:
-        """Compute the statistics of a checkpoint after those of the checkpoints before, and keep them with it."""
+        """Compute the statistics of a checkpoint after those of the checkpoints before, and keep them with it.
+
+        The listener calls it in the thread of the save.
+        """
         with self._condition:
             if self._is_ending:
                 return
@@ -62,7 +68,10 @@ class BackgroundStatistics:
                 self._thread.start()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until all statistics are computed, at most for ``timeout`` seconds."""
+        """Wait until all statistics are computed, at most for ``timeout`` seconds.
+
+        :func:`rankless.finalize` calls it in the thread of the caller, and the end of the process with a limit.
+        """
         with self._condition:
             self._condition.wait_for(lambda: self._thread is None, timeout)
 

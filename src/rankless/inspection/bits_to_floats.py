@@ -1,4 +1,8 @@
-"""The values of stored elements, as floating-point numbers. It needs no torch."""
+"""The values of stored elements, as floating-point numbers. It needs no torch.
+
+Statistics, comparisons, casts of conversions and views of checkpoints convert with it, in any thread. The values must
+be exact.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Texts of plain values on one line, of limited length."""
+"""Texts of plain values on one line, of limited length.
+
+Commands and notebooks format values with it. The order of dict keys must stay.
+"""
 
 from __future__ import annotations
 

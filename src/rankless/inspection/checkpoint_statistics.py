@@ -1,4 +1,9 @@
-"""The statistics of the tensors of a checkpoint, which is read once, in parallel, in bounded memory, and verified."""
+"""The statistics of the tensors of a checkpoint, which is read once, in parallel, in bounded memory, and verified.
+
+``rankless stats``, reports, :func:`rankless.compute_statistics` and :mod:`rankless.inspection.background_statistics`
+call it, in one process. The result must not depend on threads or layouts: kept statistics are compared between
+checkpoints.
+"""
 
 from __future__ import annotations
 

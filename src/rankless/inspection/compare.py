@@ -1,4 +1,8 @@
-"""The comparison of two checkpoints by metadata and checksums and, if these do not decide, by bytes."""
+"""The comparison of two checkpoints by metadata and checksums and, if these do not decide, by bytes.
+
+``rankless diff``, :func:`rankless.diff` and reports call it, in one process. Equal checksums decide only if their
+blocks are the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``rankless.diff``: the comparison of two checkpoints for programs."""
+"""``rankless.diff``: the comparison of two checkpoints for programs.
+
+Programs call it, in one process. Fields of the results are public: they keep their names.
+"""
 
 from __future__ import annotations
 

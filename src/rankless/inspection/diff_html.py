@@ -1,4 +1,7 @@
-"""The page of the differences of two checkpoints in a notebook: the tables of ``rankless diff``."""
+"""The page of the differences of two checkpoints in a notebook: the tables of ``rankless diff``.
+
+:class:`rankless.inspection.diff.CheckpointDiff` calls it when a notebook shows one.
+"""
 
 from __future__ import annotations
 

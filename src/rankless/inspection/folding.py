@@ -1,4 +1,7 @@
-"""Folding of tensors that differ only in the numbers in their names, such as those of equal layers, into one row."""
+"""Folding of tensors that differ only in the numbers in their names, such as those of equal layers, into one row.
+
+``rankless show`` and notebooks fold rows with it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A checkpoint of any format whose metadata was read, without its tensors."""
+"""A checkpoint of any format whose metadata was read, without its tensors.
+
+Commands, reports and statistics open checkpoints with it, in one process. It must not read tensors: a checkpoint may be
+larger than the memory.
+"""
 
 from __future__ import annotations
 

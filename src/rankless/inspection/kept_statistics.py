@@ -3,6 +3,9 @@
 The file is ``.statistics``: a CRC-64/NVME, in 8 bytes, of the rest, which is MessagePack. It names the id of the
 checkpoint, so one that was written for another checkpoint of the same path is never taken for this one's. A checkpoint
 is complete without it.
+
+:mod:`rankless.inspection.background_statistics` writes it on rank 0, after the commit; ``rankless stats``, reports and
+:func:`rankless.read_statistics` read it. The form of the file is stored: files of other versions must be ignored.
 """
 
 from __future__ import annotations
@@ -70,7 +73,10 @@ def find_statistics(inspected: InspectedCheckpoint) -> CheckpointStatistics | No
 
 
 def write_statistics(inspected: InspectedCheckpoint, statistics: CheckpointStatistics) -> None:
-    """Keep statistics with their checkpoint, unless it was replaced or removed. Raises ``StorageError``."""
+    """Keep statistics with their checkpoint, unless it was replaced or removed. Raises ``StorageError``.
+
+    The thread of :mod:`rankless.inspection.background_statistics` calls it, on rank 0.
+    """
     if inspected.manifest is None or not inspected.reader.is_current():
         return
     body = msgspec.msgpack.encode(_KeptStatistics(inspected.manifest.id, dict(statistics.tensors)))

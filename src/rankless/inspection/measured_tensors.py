@@ -1,4 +1,8 @@
-"""The statistics of tensors, computed from slices of them while the next slices are read."""
+"""The statistics of tensors, computed from slices of them while the next slices are read.
+
+:mod:`rankless.inspection.checkpoint_statistics` calls it, in one process, which reads in several threads. Parts are
+merged in a fixed order.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The patterns that select tensors by name."""
+"""The patterns that select tensors by name.
+
+Commands, statistics and comparisons select with it.
+"""
 
 from __future__ import annotations
 

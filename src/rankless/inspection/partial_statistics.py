@@ -13,6 +13,9 @@ Counts are exact.
 
 All of it lets the other threads of the process run, those of a training, too. An operation should be long enough that
 another thread can wake up meanwhile, and its numbers should fit into the processor's second cache: hence 2^17.
+
+:mod:`rankless.inspection.measured_tensors` calls it in its threads. Sizes and order of the parts decide the last bits
+of numbers that are stored.
 """
 
 from __future__ import annotations

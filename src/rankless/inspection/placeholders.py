@@ -1,4 +1,8 @@
-"""Placeholders for the tensors inside values, so that values can be shown without reading tensors."""
+"""Placeholders for the tensors inside values, so that values can be shown without reading tensors.
+
+Commands, comparisons and views decode values with it, in one process. It must not import torch or NumPy: a user is
+waiting.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The elements of a checkpoint's tensors, read in slices of several tensors or parts of one, and verified."""
+"""The elements of a checkpoint's tensors, read in slices of several tensors or parts of one, and verified.
+
+Statistics and comparisons read with it, in one process. Bytes are verified before their result is used.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The comparison of the tensors of two checkpoints, which are read in parallel, buffer by buffer, and verified."""
+"""The comparison of the tensors of two checkpoints, which are read in parallel, buffer by buffer, and verified.
+
+:mod:`rankless.inspection.compare` calls it, in one process.
+"""
 
 from __future__ import annotations
 

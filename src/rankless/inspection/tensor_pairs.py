@@ -1,4 +1,7 @@
-"""The pairs of tensors of two checkpoints to compare, sorted by their metadata. No tensor is read."""
+"""The pairs of tensors of two checkpoints to compare, sorted by their metadata. No tensor is read.
+
+:mod:`rankless.inspection.compare` sorts with it, in one process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The statistics of one tensor: a record for programs, without NumPy."""
+"""The statistics of one tensor: a record for programs, without NumPy.
+
+Statistics return it, and ``.statistics`` has it: the buckets must stay.
+"""
 
 from __future__ import annotations
 

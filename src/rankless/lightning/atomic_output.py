@@ -1,6 +1,9 @@
 """Publishes a file or directory written by other code atomically.
 
 All ranks write to a hidden path, then rank 0 renames it. No process sees a partial output or a mixture of two.
+
+The strategies write Lightning's own files with it, on every rank, in the thread of the caller: votes "preparing the
+save" and "saving". All is synced before the rename.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The checkpoint that a ``Trainer`` resumes from, as the dict that Lightning passes to hooks and callbacks."""
+"""The checkpoint that a ``Trainer`` resumes from, as the dict that Lightning passes to hooks and callbacks.
+
+:class:`~rankless.lightning.checkpoints.LightningCheckpoints` opens it on every rank, in the vote "opening the
+checkpoint"; :mod:`rankless.lightning.from_checkpoint` in one process. The keys are Lightning's.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +60,8 @@ class ResumedCheckpoint:
         """Return the checkpoint as a dict. With ``read``, hooks get it, and what they leave in it is loaded.
 
         The model's state has the order of ``module``.
+
+        A ``Trainer`` strategy calls it on each rank.
         """
         checkpoint = dict(self.content)
         if self.has_model:

@@ -1,4 +1,8 @@
-"""Saves, loads and removes checkpoints by their full paths, as Lightning names them."""
+"""Saves, loads and removes checkpoints by their full paths, as Lightning names them.
+
+The strategies of ``Trainer`` and Fabric have one on every rank, and call it in the thread of the caller. A checkpoint
+is removed only when everything that was saved is durable.
+"""
 
 from __future__ import annotations
 
@@ -91,6 +95,8 @@ class LightningCheckpoints:
         """Save under a path, replacing what is there. Waits for the previous save.
 
         Its error is raised after this save has begun: Lightning's last save is not lost because an earlier one failed.
+
+        Every rank calls it. Errors become common in the votes of the save.
         """
         failures = DeferredErrors()
         failures.run(self.finish_pending)
@@ -112,7 +118,10 @@ class LightningCheckpoints:
                 self.remove_when_durable(lambda: remove_checkpoint(displaced, self.replaceable_at(displaced)))
 
     def restore(self, path: Path, model: Any, optimizer: Any, *, strict: bool) -> RestoreResult:
-        """Load from a path, after the save in progress is complete."""
+        """Load from a path, after the save in progress is complete.
+
+        Every rank calls it.
+        """
         self.finish_pending()
         return restore(path, None, model, optimizer, strict=strict)
 
@@ -130,13 +139,19 @@ class LightningCheckpoints:
         return session.run_on_all("opening the checkpoint", lambda: ResumedCheckpoint.open_path(path))
 
     def remove_when_durable(self, removal: Callable[[], object]) -> None:
-        """Run a removal once everything that was saved is durable; at once if it already is."""
+        """Run a removal once everything that was saved is durable; at once if it already is.
+
+        Rank 0 calls it.
+        """
         self._removals.append(removal)
         if self._handle is None or self._handle.done():
             self.finish_pending()
 
     def finish_pending(self) -> None:
-        """Wait for the save in progress, then run the pending removals. Raises the error of the save."""
+        """Wait for the save in progress, then run the pending removals. Raises the error of the save.
+
+        Each rank calls it, before the next save or load and at the end of the training.
+        """
         removals, self._removals = self._removals, []
         finalize()
         for removal in removals:

@@ -1,4 +1,7 @@
-"""``python -m rankless.lightning.consolidate_checkpoint``: the command of Lightning's guide, for all folders."""
+"""``python -m rankless.lightning.consolidate_checkpoint``: the command of Lightning's guide, for all folders.
+
+It runs ``rankless consolidate`` in one process.
+"""
 
 from __future__ import annotations
 

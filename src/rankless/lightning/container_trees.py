@@ -1,4 +1,7 @@
-"""Trees of dicts and lists, compared without their leaves' values."""
+"""Trees of dicts and lists, compared without their leaves' values.
+
+:mod:`rankless.lightning.dumped_state` compares with it, on each rank.
+"""
 
 from __future__ import annotations
 

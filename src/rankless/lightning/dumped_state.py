@@ -1,4 +1,7 @@
-"""The state that a ``Trainer`` puts into a checkpoint's dict to save it, compared with what hooks have left in it."""
+"""The state that a ``Trainer`` puts into a checkpoint's dict to save it, compared with what hooks have left in it.
+
+A ``Trainer`` strategy has one on each rank for each dump. What hooks have left must be saved, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,8 @@ class DumpedState:
 
         Hooks may have run on rank 0 alone, and Lightning saves rank 0's dict of a replicated model. All ranks raise
         ``InvalidArgumentError`` if the dict cannot be saved.
+
+        Every rank calls it: it holds the vote "looking at what hooks have changed".
         """
         session = RankGroup().open_session(TIMEOUT)
 

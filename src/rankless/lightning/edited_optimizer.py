@@ -1,4 +1,8 @@
-"""An optimizer with the state that hooks have left in a checkpoint's dict, to be saved in its place."""
+"""An optimizer with the state that hooks have left in a checkpoint's dict, to be saved in its place.
+
+:mod:`rankless.lightning.dumped_state` calls it on each rank, in the vote "looking at what hooks have changed". The
+optimizers of the training must stay as they are.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A state has models, optimizers and other objects under the user's own keys, and is restored under them. Fabric has no
 teardown hook: with ``async_save``, call :func:`rankless.finalize`, which waits for the last save and raises its error.
+
+Fabric calls them on every rank, in the thread of the caller.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""``load_from_checkpoint`` for checkpoints that Lightning cannot open: folders."""
+"""``load_from_checkpoint`` for checkpoints that Lightning cannot open: folders.
+
+A script calls it in one process.
+"""
 
 from __future__ import annotations
 

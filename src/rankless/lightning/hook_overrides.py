@@ -1,4 +1,8 @@
-"""The hooks that get a checkpoint's dict. State that no hook gets is moved between files and tensors directly."""
+"""The hooks that get a checkpoint's dict. State that no hook gets is moved between files and tensors directly.
+
+A ``Trainer`` strategy asks it on each rank, at each save and load. A wrong answer would keep the state from a hook of
+the user.
+"""
 
 from __future__ import annotations
 

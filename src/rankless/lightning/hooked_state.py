@@ -1,4 +1,8 @@
-"""Readers for a model and optimizers that hooks have changed, so that they load into any layout like a checkpoint."""
+"""Readers for a model and optimizers that hooks have changed, so that they load into any layout like a checkpoint.
+
+:mod:`rankless.lightning.load_state` passes them to a load as its reader, on every rank. The fingerprints must be equal
+on all ranks: the load compares them.
+"""
 
 from __future__ import annotations
 

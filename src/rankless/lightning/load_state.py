@@ -1,4 +1,8 @@
-"""Loading: straight from the checkpoint into the tensors, or from the dict that hooks have changed."""
+"""Loading: straight from the checkpoint into the tensors, or from the dict that hooks have changed.
+
+A ``Trainer`` strategy calls it on every rank, in the thread of the caller. All ranks must load in the same way, so they
+vote on whether hooks got something.
+"""
 
 from __future__ import annotations
 

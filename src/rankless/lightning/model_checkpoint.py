@@ -1,4 +1,7 @@
-"""Lightning's ``ModelCheckpoint``, whose ``dirpath`` may be the URL of a run in an object store."""
+"""Lightning's ``ModelCheckpoint``, whose ``dirpath`` may be the URL of a run in an object store.
+
+Lightning calls it on every rank.
+"""
 
 from __future__ import annotations
 

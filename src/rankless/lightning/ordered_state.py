@@ -1,4 +1,7 @@
-"""The state dict of a checkpoint's model, in the order of the module and with its metadata, as torch creates it."""
+"""The state dict of a checkpoint's model, in the order of the module and with its metadata, as torch creates it.
+
+:mod:`rankless.lightning.checkpoint_dict` calls it on each rank. The order is that of ``Module.state_dict``.
+"""
 
 from __future__ import annotations
 

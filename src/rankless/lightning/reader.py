@@ -4,6 +4,9 @@ The Trainer's FSDP strategy stores the model under ``model``; its model-parallel
 are files of ``torch.save``) store it under ``state_dict``. Optimizers are ``optimizer_0`` … in folders, and a list in
 files. Of the Trainer's checkpoints nothing else is a model, an optimizer or a scheduler, whatever hooks have added: it
 is user content, with loops, callbacks and hyperparameters. With Fabric the user chooses all names.
+
+``formats/registry.py`` names it: each rank of a load or conversion opens one; :mod:`rankless.run.ownership` asks
+:func:`find_owned_files` on rank 0 before a checkpoint is replaced.
 """
 
 from __future__ import annotations

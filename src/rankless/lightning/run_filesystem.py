@@ -3,6 +3,8 @@
 Lightning asks fsspec whether a checkpoint exists and when it was saved. In a store the keys of a checkpoint do not
 begin with its path (see :mod:`rankless.run.object_run`), so other file systems of fsspec do not find it. This one has a
 protocol of its own for each kind of store, such as ``rankless+s3``, and leaves those of other packages as they are.
+
+Lightning's callbacks ask it, on each rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Strategies of the ``Trainer``: Lightning's own, with rankless's checkpoints."""
+"""Strategies of the ``Trainer``: Lightning's own, with rankless's checkpoints.
+
+Lightning calls them on every rank, in the thread of the caller; it calls ``remove_checkpoint`` on every rank, and rank
+0 removes.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +163,10 @@ class _TrainerStrategy(Strategy):
         return self._checkpoint, self.model
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint, once everything that was saved is durable."""
+        """Remove a checkpoint, once everything that was saved is durable.
+
+        Lightning calls it on every rank; rank 0 removes, outside of votes.
+        """
         path = self._checkpoints.locate(filepath)
         if self.is_global_zero:
             self._checkpoints.remove_when_durable(lambda: remove(path, self._checkpoints.replaceable_at(path)))

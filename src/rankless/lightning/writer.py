@@ -1,4 +1,8 @@
-"""The conversion target ``lightning-folder``: a folder as Lightning's FSDP and model-parallel strategies write it."""
+"""The conversion target ``lightning-folder``: a folder as Lightning's FSDP and model-parallel strategies write it.
+
+A conversion makes one on every rank; see :class:`rankless.conversion.target.ConversionTarget` for the ranks of its
+methods. The files are those that Lightning loads.
+"""
 
 from __future__ import annotations
 

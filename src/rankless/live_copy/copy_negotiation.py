@@ -1,6 +1,9 @@
 """The negotiation of a copy: which ranks are sources, which tensors they hold, and their values.
 
 As for a save, each rank posts digests, and each distinct spec and each distinct set of values is sent once.
+
+:class:`~rankless.live_copy.copy_operation.CopyOperation` calls it on every rank, before anything is matched. Values
+travel as the files of a checkpoint would have them: the receivers decode these.
 """
 
 from __future__ import annotations
@@ -139,7 +142,10 @@ class SourceState:
 
 
 def agree_on_sources(request: CopyRequest, session: Session) -> list[int]:
-    """Return the source ranks. Raises ``RankMismatchError`` if ranks make different calls."""
+    """Return the source ranks. Raises ``RankMismatchError`` if ranks make different calls.
+
+    All ranks call it first: it is the vote "looking at what to copy".
+    """
 
     def check_call() -> bytes:
         request.check_arguments(session.size)
@@ -179,7 +185,11 @@ def _require_equal(subject: str, components: Mapping[int, list[str]]) -> None:
 def exchange_source(
     given: TrainingObjects | None, sources: Sequence[int], session: Session, global_ranks: Sequence[int]
 ) -> SourceState:
-    """Capture the state on the source ranks, and tell all ranks what there is. No tensor is moved."""
+    """Capture the state on the source ranks, and tell all ranks what there is. No tensor is moved.
+
+    All ranks call it. It holds the votes "looking at the state of the sources" and "exchanging the specs of the
+    sources".
+    """
     captured = Capture()
     leader, own_rank = sources[0], global_ranks[session.rank]
 

@@ -1,6 +1,9 @@
 """The steps of one copy between running ranks, on all of them together.
 
 As in a load, everything that can be checked is checked before any tensor of the caller is changed.
+
+:func:`rankless.copy_state` makes one on every rank, in the thread of the caller. The order of the votes must be the
+same on all ranks, also on one that neither gives nor gets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The arguments of a copy on one rank, and their checks."""
+"""The arguments of a copy on one rank, and their checks.
+
+:func:`rankless.copy_state` makes one on each rank; the vote "looking at what to copy" checks and compares it. An
+argument on which the votes depend must be in one of the descriptions.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +64,10 @@ class CopyRequest:
         return f"strict={policy.strict}, cast_dtype={policy.cast_dtype}, rng={policy.rng}, allow_missing: {allowed}"
 
     def check_arguments(self, size: int) -> None:
-        """Raise ``InvalidArgumentError`` if an argument is invalid. ``size`` is the number of ranks."""
+        """Raise ``InvalidArgumentError`` if an argument is invalid. ``size`` is the number of ranks.
+
+        Each rank calls it in the vote "looking at what to copy".
+        """
         for name in ("strict", "cast_dtype", "rng"):
             value = getattr(self.policy, name)
             if not isinstance(value, bool):

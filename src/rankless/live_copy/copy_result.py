@@ -1,4 +1,8 @@
-"""The result of a copy between running ranks."""
+"""The result of a copy between running ranks.
+
+:class:`~rankless.live_copy.copy_operation.CopyOperation` makes one on each rank, at the end. The names of its
+attributes are public.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The objects of one rank that the state is copied into: matched with the source first, filled and applied last."""
+"""The objects of one rank that the state is copied into: matched with the source first, filled and applied last.
+
+:class:`~rankless.live_copy.copy_operation.CopyOperation` has a :class:`Receiver` on every rank. Nothing of the caller's
+may change before :meth:`Receiver.make_sinks`.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +56,10 @@ class Receiver:
     def match(
         cls, objects: TrainingObjects | None, source: SourceState, policy: RestorePolicy, numbers: RankNumbers
     ) -> Receiver:
-        """Find a target for everything that is requested, and allocate what is missing."""
+        """Find a target for everything that is requested, and allocate what is missing.
+
+        Each rank calls it in the vote "matching the state of the sources".
+        """
         if objects is None:
             return cls()
         _check_meshes(objects, numbers)
@@ -92,6 +99,8 @@ class Receiver:
         """Raise ``MismatchError`` with all mismatches. Return messages about missing things that are tolerated.
 
         If the rank ``joins`` others, which keep their state, it may have what one of them has.
+
+        Each rank calls it in the vote "matching the state with what it is copied into".
         """
         if self.targets is None:
             return []
@@ -112,7 +121,10 @@ class Receiver:
         )
 
     def make_sinks(self, numbers: Mapping[tuple[str, str], int]) -> dict[int, TensorBytes]:
-        """Give all targets memory, and return them by the number of their tensor."""
+        """Give all targets memory, and return them by the number of their tensor.
+
+        Each rank calls it in the vote "copying".
+        """
         if self.targets is None:
             return {}
         self.targets.materialize_models()
@@ -134,7 +146,10 @@ class Receiver:
                 )
 
     def apply(self) -> None:
-        """Fill the further targets of tied tensors, and put the values in place, once all tensors are filled."""
+        """Fill the further targets of tied tensors, and put the values in place, once all tensors are filled.
+
+        Each rank calls it in the vote "putting values in place".
+        """
         if self.targets is None:
             return
         for key, alias in self.targets.aliased_targets:

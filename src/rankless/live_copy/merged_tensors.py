@@ -1,4 +1,8 @@
-"""Comparison of tensors of the source that are one tensor of a rank that receives: weights that are tied only there."""
+"""Comparison of tensors of the source that are one tensor of a rank that receives: weights that are tied only there.
+
+:class:`~rankless.live_copy.copy_operation.CopyOperation` calls it on every rank, before anything is changed. A wrong
+answer would drop one of two tensors that differ.
+"""
 
 from __future__ import annotations
 

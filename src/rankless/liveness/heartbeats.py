@@ -1,6 +1,9 @@
 """Decisions about heartbeats: which rank to observe, and since when it is silent. Nothing is sent here.
 
 The ranks form a ring. Each observes its successor, so that the heartbeats of any number of ranks are read once each.
+
+:class:`~rankless.liveness.watcher.Watcher` asks it in its thread, on each rank. Time in which this process was stopped
+must not count as silence of another.
 """
 
 from __future__ import annotations

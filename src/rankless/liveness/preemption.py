@@ -1,4 +1,8 @@
-"""Preemption: a signal on any rank makes all ranks stop at the same step."""
+"""Preemption: a signal on any rank makes all ranks stop at the same step.
+
+:class:`rankless.Checkpointer` has one on each rank, and asks it at each step in the main thread; a thread next to it
+talks to the store. All ranks must stop at the same step, which :mod:`rankless.engine.comm.stop_step` decides.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The loss of ranks: what one rank has found, in a form that the others read, and its message."""
+"""The loss of ranks: what one rank has found, in a form that the others read, and its message.
+
+:class:`~rankless.liveness.watcher.Watcher` finds losses in its thread, on each rank, and posts them for all others. All
+ranks must use one encoded form.
+"""
 
 from __future__ import annotations
 

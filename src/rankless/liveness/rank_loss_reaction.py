@@ -1,4 +1,9 @@
-"""The reaction of a rank to the loss of others: it logs that, raises an error in its main thread, and unblocks it."""
+"""The reaction of a rank to the loss of others: it logs that, raises an error in its main thread, and unblocks it.
+
+:class:`~rankless.liveness.watcher.Watcher` begins and finishes it in its thread;
+:class:`~rankless.liveness.watch.Watch` mutes it in the main thread. A process may end only when all other ranks can
+know of the loss.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +39,18 @@ class Reaction:
         self._must_raise = True
 
     def mute(self) -> None:
-        """Only log from now on: the watched code has ended."""
+        """Only log from now on: the watched code has ended.
+
+        :class:`~rankless.liveness.watch.Watch` calls it in the main thread.
+        """
         self._must_raise = False
         self._main_thread.cancel()
 
     def begin(self, loss: RankLoss) -> None:
-        """Log the loss and raise it in the main thread."""
+        """Log the loss and raise it in the main thread.
+
+        The watching thread calls it, once.
+        """
         is_news = known_failures.add(loss.ranks, loss.message)
         self._must_raise = self._must_raise and is_news  # else another watch raises it
         _log.error("%s", loss.message)
@@ -47,7 +58,10 @@ class Reaction:
             self._main_thread.raise_error(RankFailedError(loss.message))
 
     def finish(self, closing: threading.Event) -> None:
-        """Unblock the main thread, or end the process if that is impossible and nothing is being closed."""
+        """Unblock the main thread, or end the process if that is impossible and nothing is being closed.
+
+        The watching thread calls it, after all other ranks can know of the loss.
+        """
         if not self._must_raise:
             return
         _abort_communicators()

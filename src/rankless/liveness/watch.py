@@ -1,4 +1,8 @@
-"""``watch``: every rank learns within seconds which rank has died, also between saves."""
+"""``watch``: every rank learns within seconds which rank has died, also between saves.
+
+A training calls it on every rank, in the main thread; :class:`~rankless.liveness.watcher.Watcher` runs in a thread of
+its own. It holds no votes: a rank may be dead.
+"""
 
 from __future__ import annotations
 

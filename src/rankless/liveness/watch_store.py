@@ -4,6 +4,9 @@ Keys: ``beat/RANK``, the heartbeat, or a farewell; ``host/HOST/NUMBER``, the pro
 what all ranks must know, of which there is none as long as no rank is lost. Their numbers are in ``notices`` and
 ``host/HOST``. ``settled`` counts the ranks that do not need the store any more. In each interval a rank makes two
 calls.
+
+:class:`~rankless.liveness.watcher.Watcher` uses it in its thread, on each rank. A value is set before the number that
+announces it is raised: readers rely on that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The thread that posts the heartbeats of this rank and looks for the loss of others."""
+"""The thread that posts the heartbeats of this rank and looks for the loss of others.
+
+:class:`~rankless.liveness.watch.Watch` starts and stops one on each rank, in the main thread. The thread must never
+wait for the training, nor raise into it other than by its :class:`~rankless.liveness.rank_loss_reaction.Reaction`.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +97,10 @@ class Watcher:
         self._thread.start()
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Leave the job, normally or with an error that the others learn of. Wait for that."""
+        """Leave the job, normally or with an error that the others learn of. Wait for that.
+
+        The main thread calls it, at the end of the block or of the process.
+        """
         if not self._closing.is_set():
             self._error = error
             self._closing.set()
@@ -102,7 +109,10 @@ class Watcher:
 
     @property
     def is_running(self) -> bool:
-        """True if others are still watched."""
+        """True if others are still watched.
+
+        The main thread asks it before a second watch of a group begins.
+        """
         return self._thread.is_alive()
 
     def _run(self) -> None:

@@ -1,4 +1,7 @@
-"""``rankless nxd-convert-zero-checkpoints``: NxD's offline converter, with the same flags."""
+"""``rankless nxd-convert-zero-checkpoints``: NxD's offline converter, with the same flags.
+
+The command line names it (:mod:`rankless.cli.commands`); it runs in one process.
+"""
 
 from __future__ import annotations
 

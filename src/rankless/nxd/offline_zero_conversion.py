@@ -3,6 +3,8 @@
 In addition to what NxD's converter does, it converts master weights, scalars and parameters without a state, and checks
 that the files belong together before it writes anything. The input is only read, and the output appears atomically when
 it is complete.
+
+:mod:`rankless.nxd.command` calls it, in one process.
 """
 
 from __future__ import annotations

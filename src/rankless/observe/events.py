@@ -1,4 +1,8 @@
-"""Events of saves, loads and conversions, and the types of their listeners."""
+"""Events of saves, loads and conversions, and the types of their listeners.
+
+:class:`~rankless.observe.reporter.EventReporter` makes events on each rank. Users have listeners: fields must keep
+their names.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 All text is escaped twice: control characters as for a terminal, then what HTML reserves. There are no scripts and no
 colours of their own, so that the tables look as all others of a notebook do, light or dark.
+
+The pages of checkpoints, runs and differences in notebooks are built with it, in one process. Text must be escaped
+here, and nowhere else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Reports of one save or load: to Python's ``logging``, to a listener, and on a terminal."""
+"""Reports of one save or load: to Python's ``logging``, to a listener, and on a terminal.
+
+Each save, load and drain has an :class:`EventReporter` on each rank, and calls it in its own thread. An error of a
+listener must not reach the operation: it would fail on one rank alone.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,10 @@ def log_reasons(reasons: Iterable[str]) -> None:
 
 
 def note_corrupt(path: Path, hidden: Path) -> None:
-    """Log that a checkpoint that a load found corrupt is hidden: by its name, or in an object store by no pointer."""
+    """Log that a checkpoint that a load found corrupt is hidden: by its name, or in an object store by no pointer.
+
+    The output of a save calls it on rank 0, after the commit.
+    """
     _log.warning("a corrupt checkpoint in %s is kept as %s; rankless prune --leftovers removes it", path, hidden.name)
 
 
@@ -68,7 +75,10 @@ class EventReporter:
         return self._blocking_seconds
 
     def begin_phase(self, phase: SavePhase) -> None:
-        """Begin a phase of a save, which ends the one before. A save begins with ``prepare``."""
+        """Begin a phase of a save, which ends the one before. A save begins with ``prepare``.
+
+        The thread of the save calls it, on each rank.
+        """
         self._end_phase(self.elapsed_seconds())
         self._phase = phase
 
@@ -89,6 +99,8 @@ class EventReporter:
         """Report that the checkpoint at ``path`` is durable.
 
         Its tensors take ``nbytes`` bytes, of which ``shared_nbytes`` were not written.
+
+        A save or drain calls it on each rank, in its thread, after the commit.
         """
         seconds = self.elapsed_seconds()
         self._end_phase(seconds)
@@ -104,20 +116,29 @@ class EventReporter:
         self._notify(event)
 
     def report_saved_locally(self, path: Path, step: float | None, nbytes: int) -> None:
-        """Report that the checkpoint is complete in the local tier."""
+        """Report that the checkpoint is complete in the local tier.
+
+        A save into the tier calls it on each rank, in its thread.
+        """
         seconds = self.elapsed_seconds()
         _log.log(self._level, "saved %s in the local tier: %s", path, _format_transfer(nbytes, seconds))
         self._notify(SavedLocally(path, step, nbytes, seconds))
 
     def report_drain_failed(self, error: BaseException, attempt: int, undrained_seconds: float) -> None:
-        """Report that a checkpoint of the local tier could not be written into the run directory."""
+        """Report that a checkpoint of the local tier could not be written into the run directory.
+
+        A drain calls it on each rank, in its thread, after each attempt that failed.
+        """
         level = logging.WARNING if self._level == logging.INFO else logging.DEBUG
         note = "attempt %d to write %s failed; nothing was written for %s: %s"
         _log.log(level, note, attempt, self._path, format_seconds(undrained_seconds), error)
         self._notify(DrainFailed(self._path, error, attempt, undrained_seconds))
 
     def report_failed(self, error: BaseException) -> None:
-        """Report that the save failed and left no files. It is logged only if the call has already returned."""
+        """Report that the save failed and left no files. It is logged only if the call has already returned.
+
+        The rollback of a save calls it, on each rank.
+        """
         if self._blocking_seconds is not None:
             _log.error("the save of %s failed: %s", self._path, error)
         self._notify(SaveFailed(self._path, error))
@@ -146,7 +167,10 @@ class EventReporter:
 
 
 def notify_listener(on_event: OnEvent, event: Event, path: Path) -> None:
-    """Call a listener. Log what it raises."""
+    """Call a listener. Log what it raises.
+
+    Any thread calls it.
+    """
     try:
         on_event(event)
     except Exception:  # noqa: BLE001 - a listener may do anything
@@ -162,6 +186,8 @@ def with_progress_bar(title: str, on_event: OnEvent) -> Iterator[OnEvent]:
     """Yield a listener that also drives a progress bar, if stderr is a terminal.
 
     The bar appears after a second.
+
+    Rank 0 enters it in the thread of the caller, around a synchronous save or a load.
     """
     if sys.stderr is None or not sys.stderr.isatty():
         yield on_event

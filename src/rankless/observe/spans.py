@@ -2,6 +2,8 @@
 
 Each phase is named where it is done, with :func:`span` or :func:`traced`. Without a trace this is a check of one
 attribute. Nothing is recorded inside the loops over tensors and chunks.
+
+All packages name phases with it, in any thread of any rank; :mod:`rankless.tracing` starts and writes recordings.
 """
 
 from __future__ import annotations
@@ -89,7 +91,10 @@ class Recording:
             self.threads[ended.thread] = threading.current_thread().name
 
     def leave_block(self) -> None:
-        """Wait for no further work from now on."""
+        """Wait for no further work from now on.
+
+        :class:`rankless.Trace` calls it at the end of its block.
+        """
         with self._lock:
             self._has_left_block = True
         self._release()
@@ -134,7 +139,10 @@ class Tracer:
             self.recordings = tuple(other for other in self.recordings if other is not recording)
 
     def hold(self) -> Callable[[], None]:
-        """Let all recordings go on until the returned function is called: work begins in another thread."""
+        """Let all recordings go on until the returned function is called: work begins in another thread.
+
+        :mod:`rankless.save.background` calls it before it starts the thread of a save.
+        """
         releases = [recording.hold() for recording in self.recordings]
 
         def release_all() -> None:

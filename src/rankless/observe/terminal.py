@@ -1,4 +1,8 @@
-"""Terminal output: escaping of control characters, and a progress bar for operations longer than a second."""
+"""Terminal output: escaping of control characters, and a progress bar for operations longer than a second.
+
+Commands print with it, in one process; rank 0 of a save or load shows the bar. Text of checkpoints must be escaped
+before it is printed.
+"""
 
 from __future__ import annotations
 

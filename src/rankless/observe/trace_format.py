@@ -2,6 +2,9 @@
 
 Times are those of ``torch.profiler``: microseconds of the clock of the host, from a base that the file names. Torch
 takes the start of the current period of three months as the base, so that microseconds with decimals fit into a double.
+
+:mod:`rankless.tracing` encodes on each rank, in the thread that was last, and merges in one process. Times must be
+those of ``torch.profiler``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Human-readable sizes, rates, times and metrics, in one format for logs, messages, commands and notebooks."""
+"""Human-readable sizes, rates, times and metrics, in one format for logs, messages, commands and notebooks.
+
+Messages, commands and reports format with it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Warnings that name the line of the caller, and that are also logged by the ``rankless`` logger."""
+"""Warnings that name the line of the caller, and that are also logged by the ``rankless`` logger.
+
+Any rank and any thread calls it. A warning may be an error: so call :func:`warn_caller` only where an error becomes
+common in a vote, or on all ranks alike.
+"""
 
 from __future__ import annotations
 

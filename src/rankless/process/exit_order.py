@@ -2,6 +2,9 @@
 
 ``atexit`` is not enough: processes of :mod:`multiprocessing`, and so of ``torch.multiprocessing.spawn``, end without
 it. They run :class:`multiprocessing.util.Finalize`, as does every other process, through ``atexit``.
+
+:mod:`rankless.save.background`, statistics, watches and the threads of the store register here. The order of the stages
+must stay: a save that is still in progress votes until its end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Pauses of Python's garbage collector during saves and loads."""
+"""Pauses of Python's garbage collector during saves and loads.
+
+Saves, loads and live copies pause the collector in the thread of the caller, on each rank. After the last pause the
+collector must be as it was before the first.
+"""
 
 from __future__ import annotations
 

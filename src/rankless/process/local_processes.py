@@ -1,6 +1,8 @@
 """Processes of this host that may end. The kernel reports their end within milliseconds, whatever kills them.
 
 A stopped or busy process has not ended. Without Linux's ``pidfd_open`` nothing is reported.
+
+:class:`~rankless.liveness.watcher.Watcher` waits with it in its thread, on each rank.
 """
 
 from __future__ import annotations
@@ -64,7 +66,10 @@ class LocalProcesses:
         return sorted(ended)
 
     def wake_up(self) -> None:
-        """Let this and every later wait return at once."""
+        """Let this and every later wait return at once.
+
+        The main thread calls it when the watch stops.
+        """
         with self._lock:
             if not self._is_closed:
                 os.write(self._wakeup_write, b"x")

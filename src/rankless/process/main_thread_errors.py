@@ -3,6 +3,9 @@
 The signal ends ``time.sleep``, waits for a lock and other calls of Python that wait. A call of native code goes on, and
 the error is raised at the first Python instruction after it. ``SIGURG`` is used: its default action is to do nothing,
 so it does no harm in child processes, and hardly any program uses it.
+
+:func:`rankless.watch` makes it in the main thread, and :mod:`rankless.liveness.rank_loss_reaction` raises with it in
+the watching thread.
 """
 
 from __future__ import annotations

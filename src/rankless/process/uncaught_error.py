@@ -1,4 +1,7 @@
-"""The exception that ends this process, as far as it can be known while functions are called at exit."""
+"""The exception that ends this process, as far as it can be known while functions are called at exit.
+
+:class:`~rankless.liveness.watch.Watch` asks it in the main thread, at the end of a block or of the process.
+"""
 
 from __future__ import annotations
 

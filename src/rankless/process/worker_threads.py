@@ -1,4 +1,8 @@
-"""Worker threads that move bytes or send requests. They also run while the process ends, when saves are finished."""
+"""Worker threads that move bytes or send requests. They also run while the process ends, when saves are finished.
+
+The engine, storage and statistics call it on each rank, in the thread that saves, loads or measures. It returns only
+when all of its threads have ended, also after an error: their files are closed then.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +88,10 @@ def _join_thread(thread: threading.Thread, errors: list[BaseException]) -> None:
 
 
 def lower_priority() -> None:
-    """Lower the priority of this thread, and of the threads that it starts."""
+    """Lower the priority of this thread, and of the threads that it starts.
+
+    The threads that save and that compute statistics call it first.
+    """
     with suppress(OSError, AttributeError):  # only some systems have priorities for single threads
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)

@@ -1,6 +1,8 @@
 """Compact forms of columns of the page's data: names that share prefixes, and numbers as characters.
 
 ``assets/data.js`` has the inverse functions.
+
+The other modules of this package use it; each form has its inverse in ``assets/data.js``, which must change together.
 """
 
 from __future__ import annotations

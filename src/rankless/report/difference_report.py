@@ -1,4 +1,7 @@
-"""The data of the report of what differs between two checkpoints."""
+"""The data of the report of what differs between two checkpoints.
+
+``rankless report A B`` calls it. The scripts of the page read the keys. A change here needs the same change there.
+"""
 
 from __future__ import annotations
 

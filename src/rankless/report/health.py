@@ -1,4 +1,7 @@
-"""The first lines of a report: whether the run is healthy, and if not, what is wrong."""
+"""The first lines of a report: whether the run is healthy, and if not, what is wrong.
+
+:mod:`rankless.report.run_report` calls it.
+"""
 
 from __future__ import annotations
 

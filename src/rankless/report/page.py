@@ -2,6 +2,8 @@
 
 All that comes from checkpoints is JSON in an element of its own, and reaches the page as text. A content security
 policy names the hashes of the script and the style, so nothing else would run even if it got into the page.
+
+``rankless report`` calls it last. Nothing of a checkpoint may get into the page other than as data.
 """
 
 from __future__ import annotations

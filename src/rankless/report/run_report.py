@@ -1,4 +1,7 @@
-"""The data of the report of a run, or of one checkpoint."""
+"""The data of the report of a run, or of one checkpoint.
+
+``rankless report`` calls it. The scripts of the page read the keys, and the order of the columns in rows.
+"""
 
 from __future__ import annotations
 

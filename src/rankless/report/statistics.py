@@ -1,4 +1,8 @@
-"""The statistics of the tensors of checkpoints as columns: the last values, a small histogram, and how norms moved."""
+"""The statistics of the tensors of checkpoints as columns: the last values, a small histogram, and how norms moved.
+
+:mod:`rankless.report.run_report` calls it. The scripts of the page read the columns. A change here needs the same
+change there.
+"""
 
 from __future__ import annotations
 

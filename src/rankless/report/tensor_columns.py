@@ -1,4 +1,7 @@
-"""The tensors of a checkpoint as columns: names, dtypes, shapes, kinds, and what has changed since the one before."""
+"""The tensors of a checkpoint as columns: names, dtypes, shapes, kinds, and what has changed since the one before.
+
+Both kinds of reports call it. The scripts of the page read the columns.
+"""
 
 from __future__ import annotations
 

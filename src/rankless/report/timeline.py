@@ -1,4 +1,8 @@
-"""The timeline of a run: the entries of its journal, saves that only manifests know, and where the run went back."""
+"""The timeline of a run: the entries of its journal, saves that only manifests know, and where the run went back.
+
+:mod:`rankless.report.run_report` calls it. The scripts of the page read the rows by their positions. A change here
+needs the same change there.
+"""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ of the metric's name. So two processes that add metrics never write the same fil
 The files are no part of the format: a checkpoint is complete without them, and never changes.
 
 ``rankless.add_metrics`` writes them, in a process of its own, without ranks. Each list of a run reads them
-(:mod:`rankless.run.checkpoint_info`); the clean-up of a save removes stale ones on rank 0. The names and contents of the files are
-on disks: readers of them must stay able to read them.
+(:mod:`rankless.run.checkpoint_info`); the clean-up of a save removes stale ones on rank 0. The names and contents of
+the files are on disks: readers of them must stay able to read them.
 """
 
 from __future__ import annotations

@@ -5,6 +5,11 @@ and the handlers at process exit that wait for the saves. Each exists once in a 
 saves through, so one object owns them all.
 
 A forked process has no background saves: the threads that save stay in its parent process.
+
+:class:`~rankless.run_directory.RunDirectory`, saves of one component and offline drains run their saves here, each rank
+for itself: no method waits for another rank, but a save that it runs holds votes. All ranks must start saves in the
+same order, because they meet by number. The tensors that a save has staged must be copied before the guard lets a step
+go on.
 """
 
 from __future__ import annotations
@@ -82,7 +87,11 @@ class BackgroundSaves:
         self._is_interrupted = False
 
     def prepare_memory(self, nbytes: int) -> None:
-        """Prepare staging memory for the first save in the background."""
+        """Prepare staging memory for the first save in the background.
+
+        The first step of a training calls it in the thread of the caller, by way of
+        :meth:`~rankless.run_directory.RunDirectory.prepare_staging`.
+        """
         self._memory.prepare_buffer(nbytes)
 
     @contextmanager
@@ -95,6 +104,8 @@ class BackgroundSaves:
         this saves is not lost. If the block fails, the next save or :meth:`finalize` raises it. Errors of saves of
         other groups are not raised here, because other ranks would not raise them in this call. Without
         ``raises_failures`` none is raised.
+
+        The thread of the caller enters it, on each rank, around the start of a save or drain.
         """
         group = current_process_group(process_group)
         turn = self._turns.setdefault(scope, _PathTurn())
@@ -122,11 +133,17 @@ class BackgroundSaves:
                 return
 
     def wait_for_turn(self, scope: Path, process_group: ProcessGroupArgument) -> None:
-        """Wait until a save may begin. Raise what :meth:`path_turn` would raise."""
+        """Wait until a save may begin. Raise what :meth:`path_turn` would raise.
+
+        :meth:`rankless.Checkpointer.save` calls it first, in the thread of the caller.
+        """
         self._raise_failures(_of_group(self._wait_for_turns(scope), current_process_group(process_group)))
 
     def is_saving(self) -> bool:
-        """Return whether a save is in progress, in a call or in the background."""
+        """Return whether a save is in progress, in a call or in the background.
+
+        The thread that computes statistics asks it, and reads while no save is in progress.
+        """
         return bool(self._calls) or any(not flight.done.done() for flight in list(self._flights))
 
     def run_save(
@@ -137,7 +154,11 @@ class BackgroundSaves:
         *,
         asynchronous: bool,
     ) -> SaveHandle[Result]:
-        """Run a save inside a :meth:`path_turn`. If ``asynchronous``, return when its tensors are staged."""
+        """Run a save inside a :meth:`path_turn`. If ``asynchronous``, return when its tensors are staged.
+
+        The thread of the caller calls it. On an error nothing is left, on any rank, and what was staged is released
+        after the rollback.
+        """
         arena = Arena(self._memory)
         interrupt: BaseException | None = None
         try:
@@ -244,6 +265,8 @@ class BackgroundSaves:
         """Wait for the saves of a path, or for all, and raise the error of the first that failed.
 
         Each error is raised once: if several saves have failed, the next call raises the next error.
+
+        The thread of the caller calls it, in ``finalize()`` and before loads of a run with a tier.
         """
         failed = self._wait_for_saves(scope)
         self._guard.remove_idle_hook()
@@ -252,7 +275,10 @@ class BackgroundSaves:
         self._raise_failures(failed)
 
     def wait_for_copies(self) -> None:
-        """Wait until no save copies tensors of the caller, which are about to change."""
+        """Wait until no save copies tensors of the caller, which are about to change.
+
+        Loads and live copies call it in the thread of the caller, before they change anything.
+        """
         self._guard.wait()
 
     def _raise_failures(self, failed: list[_SaveInFlight]) -> None:

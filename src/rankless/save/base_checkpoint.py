@@ -1,6 +1,10 @@
 """The base of an incremental save: the checkpoint that this process saved or loaded last.
 
 In an object store, it is the one that this process has uploaded last.
+
+An output takes the base from :class:`KnownRun` when a save begins, and puts the new checkpoint there after its commit;
+:class:`~rankless.run_directory.RunDirectory` puts there what a load has read. Files are known on rank 0 only. A failed
+save forgets the base, so the next one writes everything.
 """
 
 from __future__ import annotations
@@ -92,13 +96,18 @@ def count_sharing_saves(base: BaseCheckpoint | UploadedBase, keep_full_every: in
     """Return how many saves share with the last full one if the next one does; 0 if that must be full.
 
     One of ``keep_full_every`` checkpoints is full. Of a base that was loaded, its number says how many there may be.
+
+    Outputs call it on rank 0 when they begin.
     """
     saves = base.sequence % keep_full_every if base.sharing_saves is None else base.sharing_saves
     return (saves + 1) % keep_full_every
 
 
 def identify_files(folder: Path, manifest: Manifest) -> dict[str, BaseFile]:
-    """Return the tensor files of a checkpoint in ``folder``."""
+    """Return the tensor files of a checkpoint in ``folder``.
+
+    Rank 0 calls it right before the rename of a new checkpoint, and after a load.
+    """
     files = {}
     for name, record in manifest.files.items():
         identity = identify_file(folder / name) if record.header_size else None
@@ -120,7 +129,10 @@ def checkpoint_before(run: Path, saved: KnownCheckpoint) -> BaseCheckpoint | Non
 
 
 def loaded_base(path: Path, identity: str, *, is_coordinator: bool) -> BaseCheckpoint | None:
-    """Return the checkpoint that was loaded from ``path`` as a base; ``None`` if it is not there any more."""
+    """Return the checkpoint that was loaded from ``path`` as a base; ``None`` if it is not there any more.
+
+    Each rank calls it for itself after a load, without a vote.
+    """
     if not is_coordinator:
         return BaseCheckpoint(path, identity)
     with suppress(RanklessError):

@@ -3,6 +3,9 @@
 A file that may be unchanged is linked first. Then it does not matter if the base is removed, and nothing has to be
 written if all ranks find that they hold the bytes of the file. Else the link is replaced by a new file. A linked file
 is never opened for writing: it belongs to a committed checkpoint.
+
+:mod:`rankless.save.folder_output` uses it: it links in the vote "preparing the save", settles in the vote "finding
+unchanged bytes", and checks the links in the commit. The check must be the last step before the rename.
 """
 
 from __future__ import annotations
@@ -54,12 +57,17 @@ class BaseFiles(msgspec.Struct, dict=True):
         """Link some files of the base, by their numbers in the plan. Return those that could be linked.
 
         A file of the base with another layout is not linked.
+
+        Called when the output begins, before the other files are created.
         """
         self.linked = [number for number in numbers if self._link_file(number)]
         return self.linked
 
     def find_equal(self, records: Mapping[str, FileRecord]) -> list[int]:
-        """Return the numbers of the files that the base has with the same record, and so the same CRCs."""
+        """Return the numbers of the files that the base has with the same record, and so the same CRCs.
+
+        A drain calls it when its output begins: nothing is compared then.
+        """
         base, files = self.base.files, self._plan.files
         return [
             number
@@ -68,7 +76,10 @@ class BaseFiles(msgspec.Struct, dict=True):
         ]
 
     def keep_links(self) -> UnchangedBlocks:
-        """Let all links stay, because their records say that they are unchanged. Return their blocks."""
+        """Let all links stay, because their records say that they are unchanged. Return their blocks.
+
+        A drain calls it after :meth:`link_files`.
+        """
         for number in self.linked:
             make_read_only(self.files.folder / self._plan.files[number].path)
         return self.unchanged_blocks(whole_files(self._plan.files, self.linked))

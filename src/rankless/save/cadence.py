@@ -4,6 +4,10 @@ The time is that of rank 0, and all ranks must save at the same step. They meet 
 every few seconds: each decision says after how many further steps the next one is due. It is at half of the
 steps that the remaining time seems to have, and at most :data:`_LOOK_SECONDS` away, so that a training whose steps take
 longer than before is noticed. No thread watches the time, and other steps send nothing.
+
+:class:`rankless.Checkpointer` asks it in :meth:`~rankless.Checkpointer.step`, :mod:`rankless.model_saves` for weights
+alone: on all ranks, in the thread of the training. The number of steps to the next decision must be that of rank 0, on
+all ranks, or some would wait for a vote that others do not hold.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Copies of the content that a caller passes with a step: what the caller changes later is not saved."""
+"""Copies of the content that a caller passes with a step: what the caller changes later is not saved.
+
+:meth:`rankless.Checkpointer.step` calls it on each rank, at each step, saved or not: so it must be cheap, and raise
+nothing.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,10 @@ Objects cannot be linked, but a store can copy them: no byte of an unchanged fil
 parameters that torch has not seen change since the base was saved are looked at: to read samples of the others back
 would take requests, and to hash them for nothing, a pass over the memory. As in a folder, every byte that is left out
 was hashed for this save.
+
+:mod:`rankless.save.object_output` makes one in the vote "preparing the save", settles it in the vote "finding unchanged
+bytes", and copies in the vote "completing the files", before the manifest is written. A file is copied only with the
+ETag that it had when it was uploaded.
 """
 
 from __future__ import annotations
@@ -41,7 +45,10 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @prepared
 class BegunCopies(msgspec.Struct, frozen=True, array_like=True):
-    """Rank 0's decision: the files, by number, that are copied, and the ids of the uploads of all files."""
+    """Rank 0's decision: the files, by number, that are copied, and the ids of the uploads of all files.
+
+    All ranks decode it after the vote, and join the uploads.
+    """
 
     copied: list[int]
     uploads: list[str]
@@ -110,6 +117,8 @@ class CopiedFiles(msgspec.Struct, dict=True):
 
         Raises ``StorageError``. Later saves send all files then, unless somebody has removed the base: else each second
         one could fail.
+
+        Called in the vote "completing the files".
         """
         try:
             self._copy([number for number in self.copied if number not in self.etags])

@@ -1,4 +1,9 @@
-"""Errors that are raised only after further work, such as the save of a last step."""
+"""Errors that are raised only after further work, such as the save of a last step.
+
+:class:`rankless.Checkpointer`, :class:`~rankless.run_directory.RunDirectory` and integrations collect with it on each
+rank, in the thread of the caller. All ranks collect the same errors in the same order, as all saves raise them on all
+ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Attempts to write a checkpoint of the local tier into the run directory, until one succeeds."""
+"""Attempts to write a checkpoint of the local tier into the run directory, until one succeeds.
+
+Drains call it on all ranks, :mod:`rankless.save.tier_save` in the thread of the save, and
+:mod:`rankless.save.generation_drain` likewise. All ranks must try equally often: the decision depends only on an error
+that all have.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The rule of a ``Checkpointer`` for a save that is due and fails: raise the error, or warn and try again later."""
+"""The rule of a ``Checkpointer`` for a save that is due and fails: raise the error, or warn and try again later.
+
+:class:`rankless.Checkpointer` has one on each rank, and uses it in the thread of the training. Only rank 0's clock
+decides, so that all ranks go on or all raise.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +55,10 @@ class FailureTolerance:
         self._durable_at = self._clock()
 
     def listen_in(self, options: SaveOptions) -> SaveOptions:
-        """Return options of saves whose listener also notes what is durable."""
+        """Return options of saves whose listener also notes what is durable.
+
+        A :class:`rankless.Checkpointer` calls it on each rank when it is made.
+        """
         if not self._warns:
             return options
         on_event: OnEvent | None = options.on_event
@@ -69,6 +76,8 @@ class FailureTolerance:
         """Run a save that is due. If storage fails, warn instead, as long as that is allowed by the clock of rank 0.
 
         All ranks have the same error, and meet for the decision.
+
+        A step of a :class:`rankless.Checkpointer` enters it around a save that is due.
         """
         try:
             yield
@@ -86,13 +95,19 @@ class FailureTolerance:
         return msgspec.msgpack.decode(raw, type=float)
 
     def filter(self, function: Callable[[], object]) -> DeferredErrors:
-        """Call a function until it raises nothing more. Return its errors but those that are warnings."""
+        """Call a function until it raises nothing more. Return its errors but those that are warnings.
+
+        The end of a block calls it for saves of weights alone.
+        """
         failures = DeferredErrors()
         failures.run_until_success(function)
         self.warn_instead(failures)
         return failures
 
     def warn_instead(self, failures: DeferredErrors) -> None:
-        """Warn of the failures of storage at the end of a block whose last step is saved: they need not be raised."""
+        """Warn of the failures of storage at the end of a block whose last step is saved: they need not be raised.
+
+        A :class:`rankless.Checkpointer` calls it on each rank at the end of its block.
+        """
         if self._warns:
             failures.warn_of(StorageError)

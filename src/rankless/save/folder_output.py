@@ -1,4 +1,9 @@
-"""An attempt to write a checkpoint into a run directory: a pending directory, which gets its name by one rename."""
+"""An attempt to write a checkpoint into a run directory: a pending directory, which gets its name by one rename.
+
+Saves and drains open one for each attempt, on every rank: see :class:`~rankless.save.run_output.RunOutput` for the
+votes. The order of the commit must stay: all files durable, the manifest with them, linked files checked, then one
+rename, then the removal of old checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,10 @@
 The ranks of this job may be others, in another number. So each part is written by a rank of a host that holds it, as
 the table of the part says. Pages of files that lie in parts of several hosts are sent to rank 0, which writes them: two
 hosts must not write one page.
+
+:class:`~rankless.run_directory.RunDirectory` runs it on all ranks, in the background, after a load from the tier and in
+``finalize()``; :mod:`rankless.save.offline_drain` runs it in one process. The bytes must be those that the tables of
+the parts have CRCs of: the commit compares.
 """
 
 from __future__ import annotations
@@ -127,7 +131,10 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         self._options.on_event(event)
 
     def prepare_save(self) -> None:
-        """Map the parts that this rank writes."""
+        """Map the parts that this rank writes.
+
+        Called in the thread of the caller.
+        """
         self._tier.begin_drain()
         self._is_draining = True
         self._slots = self._tier.pin_generation(self._label.key)
@@ -165,7 +172,10 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         self._reporter.report_failed(error)
 
     def follow_up(self) -> CheckpointInfo:
-        """Write the assembled bytes into the run directory, and try again if that fails."""
+        """Write the assembled bytes into the run directory, and try again if that fails.
+
+        Called on all ranks, in the thread of the drain.
+        """
         drained: CheckpointInfo | None = None
         try:
             drained = retry_drain(self._drain_once, self._note_failure)

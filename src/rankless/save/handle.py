@@ -1,4 +1,8 @@
-"""The handle that a save returns."""
+"""The handle that a save returns.
+
+Each rank gets one from its call, and may wait for it in any thread but that of the save. It waits for this process
+only. A listener of a save must not wait for that save: the wait would never end.
+"""
 
 from __future__ import annotations
 
@@ -102,5 +106,8 @@ class SaveHandle(Generic[Result]):
             raise StateError(f"a listener of the save of {self.path} waits for that save, which waits for the listener")
 
     def unreported_failure(self) -> BaseException | None:
-        """Return the error of the save if it failed and :meth:`wait` has not raised it yet, else ``None``."""
+        """Return the error of the save if it failed and :meth:`wait` has not raised it yet, else ``None``.
+
+        :mod:`rankless.save.background` asks it at the exit of the process.
+        """
         return None if self._is_reported or not self._done.done() else self._done.exception()

@@ -9,6 +9,10 @@
 With ``staging="overlapped"``, whose caller promises that only optimizer steps change parameters, frozen parameters that
 torch has not seen change are trusted in the third step, so that the call returns early. They are hashed in the
 background, before anything is committed.
+
+Both outputs have one on every rank. The first and third step run in the thread of the caller, the check of trusted
+parameters in the thread of the save. A byte that is not written must have been hashed for this save, or be checked
+before the commit: versions and samples decide only what is hashed, and when.
 """
 
 from __future__ import annotations
@@ -97,6 +101,8 @@ class IncrementalSave:
         """Compare samples of this rank's tensors with the base. Return the samples of each file.
 
         ``frozen`` are the parameters without gradients.
+
+        Called on each rank when its output prepares, in the vote "preparing the save".
         """
         numbers = {number for number, key in enumerate(self._plan.tensors) if key in frozen}
         return self._compare(self._tensors).sample_files(numbers)
@@ -141,7 +147,10 @@ class IncrementalSave:
         return omit_ranges(self._plan, decision.omitted)
 
     def find_frozen_files(self, versions: TensorVersions) -> list[int]:
-        """Return the files of which this rank has only frozen parameters that torch has not seen change."""
+        """Return the files of which this rank has only frozen parameters that torch has not seen change.
+
+        An output in an object store calls it on each rank in the vote "preparing the save".
+        """
         changed = {
             number
             for number, key in enumerate(self._plan.tensors)

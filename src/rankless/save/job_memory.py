@@ -1,4 +1,9 @@
-"""The memory of a job: what it has loaded from and saved into run directories, which its next saves there continue."""
+"""The memory of a job: what it has loaded from and saved into run directories, which its next saves there continue.
+
+Each :class:`~rankless.run_directory.RunDirectory` has one in each process; the functions of :mod:`rankless.api` share
+one. Claims and bases in it are used on rank 0, in the votes of a save. Links to a folder must lead to one memory: a job
+claims once in each folder.
+"""
 
 from __future__ import annotations
 

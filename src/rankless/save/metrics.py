@@ -1,4 +1,9 @@
-"""Metrics of a save: numbers by name, or tensors of one element, whose values are read when they are stored."""
+"""Metrics of a save: numbers by name, or tensors of one element, whose values are read when they are stored.
+
+:meth:`rankless.Checkpointer.step` checks and copies metrics on each rank, at each step; a save reads them, on each rank
+to check them, and on rank 0 for the manifest. A read of a tensor waits for its device: only a save that is due may do
+that.
+"""
 
 from __future__ import annotations
 

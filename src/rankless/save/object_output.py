@@ -2,6 +2,10 @@
 
 Nothing is replaced and nothing is renamed: see :mod:`rankless.run.object_run`. If the save dies at any moment, readers
 still see the checkpoint before. What it has uploaded stays below a name of its own, until it is cleaned up.
+
+Saves and drains open one for each attempt, on every rank: see :class:`~rankless.save.run_output.RunOutput` for the
+votes. The order must stay: files complete, the manifest last, then the pointer, then removals. A folder that may have a
+pointer is not deleted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
 """The publication of a checkpoint in an object store: its pointer, and what is removed after it, or instead of it.
 
 Rank 0 does all of it.
+
+:mod:`rankless.save.object_output` publishes in the vote "completing the files", and removes after it, without a vote. A
+pointer counts only if it was read back, is the highest, and its files are still there: the checks after its creation
+must stay.
 """
 
 from __future__ import annotations
@@ -81,6 +85,8 @@ class ObjectPublication:
 
         If another folder with this checkpoint has the tag, nothing is done. An abandoned checkpoint of the run that has
         the tag gets another one, unless it ``is_corrupt``. Raises ``TagExistsError`` if another checkpoint has it.
+
+        Called in the vote "completing the files".
         """
         pointer = Pointer.of(finished, self.folder_id)
         data = msgspec.json.encode(pointer)
@@ -162,6 +168,8 @@ class ObjectPublication:
         """Remove the replaced checkpoint and those that are not kept. Failures only warn: the new one is committed.
 
         What a load found ``corrupt`` is not removed: it only loses its pointer.
+
+        Called after the commit.
         """
         try:
             self._remove_replaced(corrupt)
@@ -186,7 +194,10 @@ class ObjectPublication:
             delete_replaced(self._run, entry)
 
     def discard(self) -> None:
-        """Delete what was uploaded, unless it is published, or that is unknown."""
+        """Delete what was uploaded, unless it is published, or that is unknown.
+
+        Called in the rollback of a save.
+        """
         # If it is unknown whether the pointer exists, or a request for it may still arrive, a clean-up decides.
         with suppress(RanklessError):
             if not self._possible_numbers:

@@ -1,6 +1,9 @@
 """One attempt to upload the files of a checkpoint below a folder of its own, by all ranks of a session.
 
 When all data files are complete, rank 0 writes the small ones, the manifest last, and publishes the checkpoint.
+
+:mod:`rankless.save.object_output` has one on every rank, and calls it in the thread of the save. No object may become a
+checkpoint before the manifest is written, which must be last.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ if TYPE_CHECKING:
 
 
 def note_of(checkpoint_id: str) -> Mapping[str, str]:
-    """Return what is stored with each object of a checkpoint."""
+    """Return what is stored with each object of a checkpoint.
+
+    Rank 0 passes it to each upload that it begins.
+    """
     return {"rankless": checkpoint_id}
 
 
@@ -54,7 +60,10 @@ class ObjectUpload:
         return begin_uploads({self.folder / file.path: file.size for file in plan.files}, note_of(checkpoint_id))
 
     def join(self, plan: SavePlan, uploads: Sequence[str], copied: Collection[int] = ()) -> None:
-        """Take part in the uploads with these ids. The ``plan`` has no bytes of files that are ``copied``."""
+        """Take part in the uploads with these ids. The ``plan`` has no bytes of files that are ``copied``.
+
+        All ranks call it before :meth:`send_parts`.
+        """
         self._plan = plan
         files = {
             self.folder / file.path: FileFrame(0) if number in copied else FileFrame(file.size, file.data_start)
@@ -77,7 +86,10 @@ class ObjectUpload:
         build_small_files: Callable[[Sequence[bytes]], Mapping[str, bytes]],
         on_moved: OnBytesMoved,
     ) -> None:
-        """Send all parts without headers. ``build_small_files`` is called on rank 0 with the values of all ranks."""
+        """Send all parts without headers. ``build_small_files`` is called on rank 0 with the values of all ranks.
+
+        All ranks call it. It holds the vote "writing".
+        """
 
         def build_all(fragments: Fragments, rank_values: Sequence[bytes]) -> list[bytes]:
             self._headers = list(build_headers(self._plan, fragments, self._unchanged))
@@ -90,6 +102,8 @@ class ObjectUpload:
         """Send the parts with headers. Then rank 0 completes all files, and publishes the checkpoint.
 
         ``publish`` is called on rank 0 with the manifest when that is written. Return what it returns.
+
+        All ranks call it. It holds the vote "completing the files".
         """
         shared = self._require_shared()
 

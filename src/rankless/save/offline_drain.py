@@ -2,6 +2,10 @@
 
 If all parts of the newest checkpoint are on this host, it is written into the run directory. Else the host puts its
 parts there (:mod:`rankless.tier.parts_in_run`), and the process that finds all of them writes the checkpoint.
+
+``rankless drain`` and :func:`rankless.drain` call it in one process for each host. A load calls
+:func:`publish_collected` on rank 0, in the vote "finding the checkpoint to load". The lock of the folder is taken
+before a look for living processes, and parts are removed only after the checkpoint is in the run directory.
 """
 
 from __future__ import annotations

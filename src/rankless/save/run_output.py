@@ -3,6 +3,10 @@
 A save and a drain say what is written (:class:`SavedContent`). An output says where, and how it appears at once:
 :class:`rankless.save.folder_output.RunFolderOutput` by a rename,
 :class:`rankless.save.object_output.RunObjectOutput` by a pointer. Neither side knows which class the other one is.
+
+:mod:`rankless.save.training_save`, :mod:`rankless.save.tier_save` and :mod:`rankless.save.generation_drain` open one on
+every rank. The order of the calls must stay: prepare, begin, join, omit, verify, write, then the removal of old
+checkpoints.
 """
 
 from __future__ import annotations
@@ -141,10 +145,15 @@ class RunOutput(Protocol):
         """Return the plan without the bytes that need not be written. It may end in a vote.
 
         If it ``trusts_versions``, frozen parameters that torch has not seen change are trusted for now.
+
+        All ranks call it after :meth:`join`, in the thread that prepares.
         """
 
     def verify_trusted(self) -> None:
-        """Raise ``TornSnapshotError`` on all ranks if a tensor that was trusted has changed. It may end in a vote."""
+        """Raise ``TornSnapshotError`` on all ranks if a tensor that was trusted has changed. It may end in a vote.
+
+        All ranks call it before :meth:`write`, in the thread that saves.
+        """
 
     def write(self, content: SavedContent, on_moved: OnBytesMoved) -> CheckpointInfo:
         """Write all files, publish the checkpoint on rank 0, and return its description. It ends in votes.
@@ -159,13 +168,18 @@ class RunOutput(Protocol):
         """
 
     def discard(self) -> None:
-        """Remove what was written, after a failure, unless it is committed or that is unknown."""
+        """Remove what was written, after a failure, unless it is committed or that is unknown.
+
+        Each rank calls it in the rollback; only rank 0 has something to remove.
+        """
 
 
 def open_output(new: NewTag, ranks: WritingRanks, known: KnownRun) -> RunOutput:
     """Return an output for a run, of which this process has ``known`` something. Nothing is created.
 
     The modules of each kind are imported if it is used.
+
+    Each rank calls it for itself, once for each attempt.
     """
     if isinstance(new.run, ObjectPath):
         from rankless.save.object_output import RunObjectOutput  # noqa: PLC0415

@@ -1,6 +1,6 @@
 """The negotiation before a save: ranks check that their calls agree, and exchange tensor specs and values.
 
-Each rank posts an announcement of 81 bytes, mostly digests; in its first save, the name of its host follows, and then
+Each rank posts an announcement of 73 bytes, mostly digests; in its first save, the name of its host follows, and then
 16 bytes for each value that ranks only compare. Only new or differing specs and values are sent in full, each distinct
 one once.
 """
@@ -75,7 +75,10 @@ class SaveRequestProtocol(Protocol):
         """Raise ``InvalidArgumentError`` if an argument is invalid."""
 
     def check_destination(self) -> None:
-        """Raise an error if the destination is taken by something that must not be replaced. Called on rank 0."""
+        """Raise an error if the destination is taken by something that must not be replaced. Called on rank 0.
+
+        The vote "looking at what to save" calls it.
+        """
 
     def packing_key(self) -> bytes:
         """Return an encoding of the arguments that determine how tensors are packed into files."""
@@ -137,6 +140,9 @@ def negotiate_save(
 
     ``cached_key`` is the key of the plan in this rank's cache. ``differing`` are the encoded names of values
     that were found to differ between ranks and are stored for each rank. ``has_metrics``: this rank was passed some.
+
+    All ranks of a training save, or of one component, call it first. It holds the vote "looking at what to save", and,
+    if specs or values are new, the vote "exchanging tensor specs".
     """
     captured = Capture()
     host_names: Mapping[int, str] = {}
@@ -182,7 +188,10 @@ def negotiate_save(
 
 
 def name_differing(session: Session, agreement: SaveAgreement) -> list[str]:
-    """Return, on rank 0, the names of the values that differ between ranks."""
+    """Return, on rank 0, the names of the values that differ between ranks.
+
+    All ranks call it if the names were not known: it holds a vote.
+    """
     names: set[str] = set()
 
     def merge_names(posted: Sequence[bytes]) -> bytes:

@@ -2,6 +2,10 @@
 
 Every step that can fail on one rank ends in a vote. So no rank continues alone, and all raise the same error.
 Subclasses say what is laid out in which files, and how rank 0 publishes them.
+
+Training saves, saves of one component and drains are subclasses; :mod:`rankless.save.background` calls the steps, each
+once, in this order: prepare, stage, complete the copies, write and commit, follow up, leave the session. A synchronous
+save leaves out the staging. Training objects may be read before :attr:`SaveOperation.copied` is set, and not later.
 """
 
 from __future__ import annotations
@@ -64,12 +68,18 @@ class SaveOperation(ABC, Generic[Result]):
         """Write the files, and publish them when all ranks have written theirs."""
 
     def follow_up(self) -> Result:
-        """Do what is left after the commit, and return the result. Saves with :attr:`has_follow_up` have it."""
+        """Do what is left after the commit, and return the result. Saves with :attr:`has_follow_up` have it.
+
+        Called in the thread of the save, on all ranks, while another save may begin.
+        """
         raise NotImplementedError
 
     @abstractmethod
     def mark_returned(self) -> float:
-        """Record that the call returns to the caller, and return for how many seconds it blocked."""
+        """Record that the call returns to the caller, and return for how many seconds it blocked.
+
+        Called in the thread of the caller.
+        """
 
     @abstractmethod
     def _roll_back(self, error: BaseException) -> None:
@@ -119,7 +129,10 @@ class SaveOperation(ABC, Generic[Result]):
         self._wait_for_copies = lambda: None
 
     def leave_session(self) -> None:
-        """Leave the session. Rank 0 waits for all others first, because its process may host the key-value store."""
+        """Leave the session. Rank 0 waits for all others first, because its process may host the key-value store.
+
+        Called after a success, in the thread of the save.
+        """
         self._session.leave()
 
     @contextmanager

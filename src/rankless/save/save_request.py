@@ -1,4 +1,9 @@
-"""The arguments of a save, and their checks."""
+"""The arguments of a save, and their checks.
+
+:class:`~rankless.run_directory.RunDirectory` makes one on each rank; the vote "looking at what to save" compares,
+checks and asks it. An argument on which the files or the votes depend must be in :meth:`SaveRequest.describe_call`, or
+in :meth:`SaveRequest.packing_key` if the plan depends on it.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +93,10 @@ class SaveRequest(msgspec.Struct, frozen=True):
         return CallDescription("save", arguments, shared)
 
     def check_arguments(self) -> None:
-        """Raise ``InvalidArgumentError`` if an argument is invalid."""
+        """Raise ``InvalidArgumentError`` if an argument is invalid.
+
+        Each rank calls it in the vote "looking at what to save".
+        """
         check_tag(self.tag)
         self.options.check()
         self.manifest_numbers()
@@ -162,7 +170,10 @@ class SaveRequest(msgspec.Struct, frozen=True):
         return str(parse_size(self.options.max_shard_size)).encode()
 
     def manifest_numbers(self) -> tuple[int | float | None, dict[str, float | None]]:
-        """Return the step and the metrics as the manifest stores them; metrics that are not finite become ``None``."""
+        """Return the step and the metrics as the manifest stores them; metrics that are not finite become ``None``.
+
+        Each rank calls it as a check, and rank 0 when it makes the manifest, in the thread of the save.
+        """
         step = None if self.step is None else check_number("step", self.step)
         return step, read_metrics(self.metrics)
 

@@ -1,4 +1,8 @@
-"""The writer of one rank's shards: compares replicas, copies tensors into staging memory, writes files."""
+"""The writer of one rank's shards: compares replicas, copies tensors into staging memory, writes files.
+
+A :class:`~rankless.save.save_operation.SaveOperation` makes one on every rank for each step. Replicas are compared
+before anything is written, and exchanges have the same order on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +66,8 @@ class ShardWriter:
         """Return digests of the tensors that other ranks hold too, and the number of seconds that hashing took.
 
         In save number 0 everything is hashed, in others samples of each tensor.
+
+        Each rank calls it in the vote "preparing the save", a save of one component in the vote "comparing replicas".
         """
         started = time.perf_counter()
         return replica_comparison.digest_replicas(self._plan, self._shard_of, save), time.perf_counter() - started
@@ -78,7 +84,11 @@ class ShardWriter:
 
     @traced("copy", "copy")
     def stage(self, arena: Arena, deferred: DeferredCopies) -> StagedTensors:
-        """Copy the tensors that this rank writes into ``arena``, except those that may be copied later."""
+        """Copy the tensors that this rank writes into ``arena``, except those that may be copied later.
+
+        Each rank calls it in the vote "copying what is to be saved", or, for stripes that are uploaded, in the vote
+        "writing".
+        """
         if not self._plan.needs_exchange:
             return stage_tensors(self._plan, self._shard_of, arena, None, deferred)
         begin_copies(self._tensors.values())  # of stripes
@@ -92,6 +102,9 @@ class ShardWriter:
 
         Raises ``RankMismatchError`` if this rank does not see ``folder``, which rank 0 created with its files;
         ``StorageError`` if rank 0 does not.
+
+        Each rank calls it in the vote "writing". Unless it is alone and has few bytes, its files are synced before it
+        returns.
         """
         files = [folder / name for name in names]
         if not is_directory(folder):
@@ -115,6 +128,8 @@ class ShardWriter:
         """Return the bytes that this rank uploads or passes on, and where these are.
 
         Stripes are assembled in memory first, and with them all that this rank has.
+
+        Each rank calls it in the vote on the writing.
         """
         if staged is None and self._plan.stripe_tasks:
             staged = self.stage(Arena(StagingMemory()), DeferredCopies())

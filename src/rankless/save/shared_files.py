@@ -1,4 +1,8 @@
-"""The interface between the search for unchanged bytes and what shares them, on rank 0."""
+"""The interface between the search for unchanged bytes and what shares them, on rank 0.
+
+:mod:`rankless.save.incremental` calls it in the decision of the vote "finding unchanged bytes". All ranks must leave
+out the same ranges: they get :class:`SettledFiles` from rank 0.
+"""
 
 from __future__ import annotations
 

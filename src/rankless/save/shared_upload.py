@@ -2,6 +2,9 @@
 
 It takes two votes. In the first all ranks send the parts without headers, and rank 0 builds the headers. In the second
 the ranks send the parts with headers; then rank 0 completes all files. Until then no file is visible.
+
+Uploads of saves, of single components and of conversions have one on every rank. The order must stay: all parts with
+tensor data are sent before the headers are built from their CRCs, and no upload is completed before all parts are sent.
 """
 
 from __future__ import annotations
@@ -52,6 +55,8 @@ def begin_uploads(files: Mapping[ObjectPath, int], notes: Mapping[str, str], *, 
 
     ``files`` have their sizes. ``hides_small``: also of files of one part, which appear as soon as they are sent
     otherwise, and so are kept in memory until then. If it fails, no upload is left.
+
+    Rank 0 calls it in the vote on the preparation, or in the one on unchanged bytes.
     """
     begun: list[Upload] = []
 
@@ -82,7 +87,10 @@ def abort_uploads(uploads: Sequence[Upload]) -> None:
 
 
 def abort_dead_uploads(folder: ObjectPath, files: Collection[ObjectPath]) -> None:
-    """Abort the uploads of files in a folder that were begun so long ago that their processes are dead."""
+    """Abort the uploads of files in a folder that were begun so long ago that their processes are dead.
+
+    Saves of one component and conversions call it on rank 0.
+    """
     found = folder.store.list_uploads(folder)
     abort_uploads(
         [upload for upload, began in found if upload.path in files and time.time() - began > ABANDONED_SECONDS]
@@ -112,6 +120,8 @@ class SharedUpload:
         """Send all parts without headers.
 
         ``send_share`` calls its argument once, with the bytes of this rank, and returns the values of the rank.
+
+        All ranks call it: it holds the vote "writing".
         """
 
         def move(file_ranges: Sequence[FileRange], bytes_of: ProviderOf) -> Fragments:
@@ -149,6 +159,8 @@ class SharedUpload:
 
         A file of one part is visible as soon as it is sent. If it is the only one, rank 0 has it, because its header is
         dealt to rank 0, and sends it when no rank can fail any more.
+
+        All ranks call it: it holds the vote "completing the files".
         """
 
         def send_held() -> list[SentPart]:

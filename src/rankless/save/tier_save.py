@@ -2,6 +2,10 @@
 
 When the checkpoint is complete in the tier, the next save may begin. What follows, if the save is to be *drained*, is
 an ordinary write of the staged bytes into the run directory. It is tried again if it fails.
+
+:class:`~rankless.run_directory.RunDirectory` runs it on all ranks if there is a local tier; the drain runs in the
+background of an asynchronous save, in its thread. The checkpoint counts as complete only when all tables and then the
+common part are written; copies come after that, and older generations are removed last.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 The tensors are staged into a file of the tier, which is mapped. When all ranks have written the tables of their parts,
 the checkpoint is complete in the tier.
+
+:mod:`rankless.save.tier_save` has one on every rank. A slot is pinned until the drain of its part has ended: no other
+save may write into it.
 """
 
 from __future__ import annotations
@@ -101,7 +104,11 @@ class TierStage:
         return GenerationKey(identity.incarnation, identity.sequence, identity.id)
 
     def reserve(self, digests: bytes, nbytes: int) -> bytes:
-        """Reserve memory for the part. Return what rank 0 must know; ``digests`` are those of the replicas."""
+        """Reserve memory for the part. Return what rank 0 must know; ``digests`` are those of the replicas.
+
+        Each rank calls it in the vote "preparing the save". It raises nothing if memory is short: then no rank uses the
+        tier.
+        """
         identity = problem = ""
         try:
             self._slot = self.tier.take_slot(nbytes)
@@ -115,7 +122,10 @@ class TierStage:
         return _encode(_PreparedTierSave(digests, identity, self.options.failure_domain, problem))
 
     def decide(self, posted: Sequence[bytes], plan_save: Callable[[], NextSave]) -> bytes:
-        """Decide on the save, on rank 0, from what all ranks have posted."""
+        """Decide on the save, on rank 0, from what all ranks have posted.
+
+        Called in the vote "preparing the save".
+        """
         prepared = [msgspec.msgpack.decode(raw, type=_PreparedTierSave) for raw in posted]
         if not replica_comparison.have_equal_replicas([rank.digests for rank in prepared]):
             return _encode(BegunTierSave())
@@ -128,7 +138,10 @@ class TierStage:
         return _encode(BegunTierSave(planned.identity, started_at, planned.drains, hosts, domains, job=self.tier.job))
 
     def begin(self, raw: bytes) -> BegunTierSave:
-        """Note the decision of rank 0, and return it."""
+        """Note the decision of rank 0, and return it.
+
+        All ranks call it after the vote.
+        """
         self._begun = begun = msgspec.msgpack.decode(raw, type=BegunTierSave)
         if begun.drains:
             self.tier.begin_drain()
@@ -149,6 +162,8 @@ class TierStage:
         """Write the tables of all parts. The checkpoint is complete when all ranks have, and the rest is written.
 
         ``describe`` is called on rank 0, with the values of all ranks; it knows no files: these are in the plan.
+
+        All ranks call it, in the thread of the save. It holds two votes "completing the local checkpoint".
         """
         session, tier = self._session, self.tier
         name = PartName(self.key, session.rank, session.size)
@@ -176,7 +191,10 @@ class TierStage:
         return common
 
     def make_redundant(self) -> list[Slot]:
-        """Copy the part to other hosts, or compute parity. Return the pinned slots with what this rank got."""
+        """Copy the part to other hosts, or compute parity. Return the pinned slots with what this rank got.
+
+        All ranks call it, in the thread of the save. It holds votes.
+        """
         begun, options, table, slot = self._begun, self.options, self._table, self._slot
         if table is None or slot is None:
             return []
@@ -187,7 +205,10 @@ class TierStage:
         return PartCopies(self._ranks, self._session, self.tier, partners, options.copy_rate).make(slot, table)
 
     def keep_newest(self, copies: Sequence[Slot] = ()) -> None:
-        """Keep the part and the copies. The generations before are not needed any more."""
+        """Keep the part and the copies. The generations before are not needed any more.
+
+        Each rank calls it in the thread of the save. It holds no vote.
+        """
         if self._slot is not None:
             self.tier.slots.keep([self._slot, *copies])
         for copy in copies:
@@ -195,12 +216,18 @@ class TierStage:
         self.tier.remove_generations(lambda key: key >= self.key)
 
     def keep_uncopied(self) -> None:
-        """Keep the part, which has no copies, and the newest generation that has."""
+        """Keep the part, which has no copies, and the newest generation that has.
+
+        Each rank calls it in the thread of the save. It holds no vote.
+        """
         if self._slot is not None:
             self.tier.slots.keep_uncopied([self._slot])
 
     def end_drain(self, drained: CheckpointInfo | None) -> None:
-        """Note that the drain has ended, if there is one. ``drained`` is the checkpoint in the run directory."""
+        """Note that the drain has ended, if there is one. ``drained`` is the checkpoint in the run directory.
+
+        Each rank calls it in the thread of the save.
+        """
         if self._is_draining:
             self._is_draining = False
             self.tier.end_drain(None if drained is None else self.key, drained)

@@ -1,4 +1,9 @@
-"""A save of a training state as one checkpoint of a run, wherever the run is."""
+"""A save of a training state as one checkpoint of a run, wherever the run is.
+
+:class:`~rankless.run_directory.RunDirectory` makes one on every rank for each save, and :mod:`rankless.save.background`
+runs it. The plan that a rank keeps is used again only if the key says that all ranks have the same; the votes must have
+the same order on all ranks.
+"""
 
 from __future__ import annotations
 

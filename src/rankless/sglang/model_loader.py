@@ -1,4 +1,8 @@
-"""The load format ``rankless`` of SGLang: each rank reads just the bytes of its own parameters, and proves them."""
+"""The load format ``rankless`` of SGLang: each rank reads just the bytes of its own parameters, and proves them.
+
+SGLang makes one in each process of a rank, and calls it in the thread that loads. All ranks of the load group must open
+the same sources in the same order: each opening is a session.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The plugin that SGLang calls in its processes: the entry point ``sglang.srt.plugins``."""
+"""The plugin that SGLang calls in its processes: the entry point ``sglang.srt.plugins``.
+
+It must be quick and import no model: each process of SGLang calls it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ def register() -> None:
 
 
 def select_loader(load_config: Any, *args: Any, **kwargs: Any) -> None:
-    """Put the class of the loader in place of its name: SGLang accepts a class as a load format."""
+    """Put the class of the loader in place of its name: SGLang accepts a class as a load format.
+
+    SGLang calls it in each process that makes the options of a load.
+    """
     del args, kwargs
     if load_config.load_format == LOAD_FORMAT:
         from rankless.sglang.model_loader import RanklessSglangLoader  # noqa: PLC0415

@@ -1,4 +1,8 @@
-"""The states of torchtitan's data loaders, which belong to data-parallel ranks and not to single processes."""
+"""The states of torchtitan's data loaders, which belong to data-parallel ranks and not to single processes.
+
+:class:`~rankless.torchtitan.manager.CheckpointManager` makes one on each rank; :mod:`rankless.state.rank_states` takes
+and restores states, in the votes of saves and loads. The key ``dp_rank_N`` is torchtitan's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The checkpoint manager: when it saves, where a run starts, and the options of torchtitan that decide both."""
+"""The checkpoint manager: when it saves, where a run starts, and the options of torchtitan that decide both.
+
+torchtitan calls it on every rank, in the thread of the training. All ranks must load the same checkpoint: rank 0 looks
+for it. The names and arguments of methods are those that torchtitan calls.
+"""
 
 from __future__ import annotations
 

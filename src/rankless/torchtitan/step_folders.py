@@ -1,6 +1,9 @@
 """The folder of a run of torchtitan: what its folders ``step-N`` hold, where a run starts, and what a save replaces.
 
 torchtitan's own manager saves under the same names, so there may be checkpoints of both, and exports of the weights.
+
+:class:`~rankless.torchtitan.manager.CheckpointManager` asks it on rank 0, in votes, so that all ranks start with the
+same checkpoint. What is not proved to be replaceable stays.
 """
 
 from __future__ import annotations

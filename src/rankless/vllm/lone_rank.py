@@ -1,6 +1,8 @@
 """vLLM's model of one rank of a layout, in a process that has no other ranks, and without memory for its weights.
 
 ``rankless show --for vllm`` lets such models take lazy tensors, to see what each rank would read.
+
+:mod:`rankless.cli.show.engine_reads` calls :func:`load_on_rank` for one rank after the other, in one process.
 """
 
 from __future__ import annotations

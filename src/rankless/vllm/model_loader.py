@@ -1,4 +1,8 @@
-"""The load format ``rankless`` of vLLM: each worker reads just the bytes of its own parameters, and proves them."""
+"""The load format ``rankless`` of vLLM: each worker reads just the bytes of its own parameters, and proves them.
+
+vLLM makes one in each worker, and calls it in the thread that loads. All workers must open the same sources in the same
+order: each opening is a session.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The plugin that vLLM calls in each of its processes: the entry point ``vllm.general_plugins``."""
+"""The plugin that vLLM calls in each of its processes: the entry point ``vllm.general_plugins``.
+
+It must be quick and import no model: each process of vLLM calls it.
+"""
 
 from __future__ import annotations
 

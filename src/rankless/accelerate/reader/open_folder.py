@@ -1,4 +1,8 @@
-"""Opening a folder of Accelerate or the ``Trainer``, a part of which DeepSpeed or PEFT may have written."""
+"""Opening a folder of Accelerate or the ``Trainer``, a part of which DeepSpeed or PEFT may have written.
+
+``formats/registry.py`` names it: each rank of a load or conversion calls it. A folder of which only a part was copied
+must be refused.
+"""
 
 from __future__ import annotations
 

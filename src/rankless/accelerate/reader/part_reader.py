@@ -1,4 +1,7 @@
-"""Reading single parts of a folder: files of torch.save, state dicts of models and optimizers, JSON."""
+"""Reading single parts of a folder: files of torch.save, state dicts of models and optimizers, JSON.
+
+:class:`~rankless.accelerate.reader.training_reader.TrainingReader` has one on each rank. No pickle is run.
+"""
 
 from __future__ import annotations
 

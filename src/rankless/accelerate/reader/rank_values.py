@@ -1,4 +1,8 @@
-"""The values of single ranks: the states of their random number generators, one file for each rank."""
+"""The values of single ranks: the states of their random number generators, one file for each rank.
+
+:class:`~rankless.accelerate.reader.training_reader.TrainingReader` builds them on each rank. Files that are not those
+of one save by all ranks must give no values.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Each object is in a file of its own; models and optimizers under FSDP are folders of ``torch.distributed.checkpoint``.
 Optimizers of one process identify parameters by number, as ``Optimizer.state_dict()`` does. ``training_args.bin`` is
 not read: it is a pickled object that no load needs.
+
+:mod:`rankless.accelerate.reader.open_folder` makes one on each rank of a load or conversion.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""``rankless diff``: compares the tensors and values of two checkpoints."""
+"""``rankless diff``: compares the tensors and values of two checkpoints.
+
+It only reads, in one process.
+"""
 
 from __future__ import annotations
 

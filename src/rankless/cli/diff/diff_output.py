@@ -1,4 +1,7 @@
-"""The output of ``rankless diff``: tables for people, and a record for programs."""
+"""The output of ``rankless diff``: tables for people, and a record for programs.
+
+:mod:`rankless.cli.diff.diff_command` calls it. Programs read the JSON: keys keep their names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The output of ``rankless show --for ENGINE``: what each rank of an inference engine would read."""
+"""The output of ``rankless show --for ENGINE``: what each rank of an inference engine would read.
+
+:mod:`rankless.cli.show.show_command` calls it, in one process.
+"""
 
 from __future__ import annotations
 

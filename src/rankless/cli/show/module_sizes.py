@@ -1,4 +1,7 @@
-"""The sizes of the modules of a model: a summary of thousands of tensors in a few rows."""
+"""The sizes of the modules of a model: a summary of thousands of tensors in a few rows.
+
+:mod:`rankless.cli.show.show_command` calls it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The sections of the output of ``rankless show``. Each is a table."""
+"""The sections of the output of ``rankless show``. Each is a table.
+
+:mod:`rankless.cli.show.show_command` prints them.
+"""
 
 from __future__ import annotations
 

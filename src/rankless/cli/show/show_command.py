@@ -1,4 +1,7 @@
-"""``rankless show``: shows the contents of a checkpoint."""
+"""``rankless show``: shows the contents of a checkpoint.
+
+It only reads, in one process. Programs read the JSON: keys keep their names.
+"""
 
 from __future__ import annotations
 

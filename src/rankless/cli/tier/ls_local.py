@@ -1,4 +1,7 @@
-"""``rankless ls --local``: lists the generations of the local tier of a host."""
+"""``rankless ls --local``: lists the generations of the local tier of a host.
+
+:mod:`rankless.cli.ls` and :mod:`rankless.cli.top` call it, in one process of a host, while jobs may be running.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``rankless prune --local``: removes generations of the local tier of a host that nothing needs any more."""
+"""``rankless prune --local``: removes generations of the local tier of a host that nothing needs any more.
+
+:mod:`rankless.cli.prune` calls it, in one process of a host, while jobs may be running.
+"""
 
 from __future__ import annotations
 

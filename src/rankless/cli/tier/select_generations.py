@@ -1,4 +1,7 @@
-"""The generations that a command with ``--local`` works on, and their description."""
+"""The generations that a command with ``--local`` works on, and their description.
+
+The commands with ``--local`` call it, in one process of a host.
+"""
 
 from __future__ import annotations
 

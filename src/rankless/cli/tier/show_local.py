@@ -1,4 +1,7 @@
-"""``rankless show --local``: opens a generation of the local tier to show it. No part is read."""
+"""``rankless show --local``: opens a generation of the local tier to show it. No part is read.
+
+:mod:`rankless.cli.show.show_command` calls it, in one process of a host.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``rankless verify --local``: reads all parts on a host, and checks every CRC."""
+"""``rankless verify --local``: reads all parts on a host, and checks every CRC.
+
+:mod:`rankless.cli.verify` calls it, in one process of a host, while jobs may be running.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,9 @@ replace the checksums of the checkpoint that is there.
 
 It has the CRCs of the records: a record is a range of a file that the metadata gives by offset and length, and each
 block of 16 MiB of it has a CRC.
+
+:mod:`rankless.dcp.storage_writer` writes it on rank 0, readers of the format verify with it. Its form is stored: do not
+change it without a new version.
 """
 
 from __future__ import annotations
@@ -58,7 +61,10 @@ def find_checksums(folder: Path, metadata: bytes) -> Path | None:
 
 
 def encode_checksums(metadata: bytes, files: Mapping[str, Sequence[ChecksumRecord]]) -> bytes:
-    """Return the contents of ``checksums.json``."""
+    """Return the contents of ``checksums.json``.
+
+    Rank 0 calls it in torch's ``finish``.
+    """
     ordered = {name: sorted(records) for name, records in sorted(files.items())}
     return msgspec.json.encode(RecordChecksums(_FORMAT, _VERSION, f"{block_crcs.crc64(metadata):016x}", ordered))
 

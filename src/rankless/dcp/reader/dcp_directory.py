@@ -1,4 +1,9 @@
-"""Reading a folder of ``torch.distributed.checkpoint``: its metadata, and the saved tree with tensors in chunks."""
+"""Reading a folder of ``torch.distributed.checkpoint``: its metadata, and the saved tree with tensors in chunks.
+
+Readers of Accelerate, Lightning, Megatron and DCP call :func:`read_tree`, each on each rank that opens a checkpoint;
+:mod:`rankless.run.ownership` asks :func:`find_owned_files` on rank 0 before a folder is replaced. A chunk is checked
+against its file before it is read.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +46,10 @@ _OWNED = re.compile(rf"__\d+_\d+\.distcp|__\d+\.metadata|{re.escape(METADATA)}|{
 
 
 def is_dcp(path: Path) -> bool:
-    """Return whether a folder has the metadata of a distributed checkpoint."""
+    """Return whether a folder has the metadata of a distributed checkpoint.
+
+    The detection of formats asks it on each rank.
+    """
     return store_of(path).file_exists(path / METADATA) or store_of(path).file_exists(path / "__0.metadata")
 
 

@@ -1,6 +1,9 @@
 """Decoding the file ``.metadata``: the chunks of each tensor, the file of each, and the path of each entry in the tree.
 
 Source: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` of torch 2.13.
+
+:mod:`rankless.dcp.reader.dcp_directory` calls it on each rank that opens a folder. Only the names in the allow-list may
+be looked up: the file is not trusted.
 """
 
 from __future__ import annotations

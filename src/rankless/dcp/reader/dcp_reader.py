@@ -1,4 +1,8 @@
-"""A reader of checkpoints of ``torch.distributed.checkpoint``, whatever their top-level keys are."""
+"""A reader of checkpoints of ``torch.distributed.checkpoint``, whatever their top-level keys are.
+
+``formats/registry.py`` names it for folders of DCP: each rank of a load or conversion opens one. Conversions read their
+output back with it.
+"""
 
 from __future__ import annotations
 

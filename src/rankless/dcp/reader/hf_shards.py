@@ -2,6 +2,9 @@
 
 The header of each file has the offsets of its chunks in the whole tensors. The shapes of these are not stored.
 Source: ``torch/distributed/checkpoint/hf_storage.py`` of torch 2.13.
+
+``formats/registry.py`` names it: each rank of a load or conversion opens one. The names of the files and the key of the
+offsets are those that torch writes.
 """
 
 from __future__ import annotations

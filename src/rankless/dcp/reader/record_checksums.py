@@ -1,4 +1,8 @@
-"""The checksums of a distributed checkpoint's records: from ``checksums.json``, else of the zip file in each record."""
+"""The checksums of a distributed checkpoint's records: from ``checksums.json``, else of the zip file in each record.
+
+``formats/registry.py`` names it: :mod:`rankless.formats.file_checksums` opens it for conversions, loads and ``rankless
+verify``. ``checksums.json`` counts only if it belongs to the metadata that was read.
+"""
 
 from __future__ import annotations
 

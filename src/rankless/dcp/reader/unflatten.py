@@ -1,4 +1,8 @@
-"""Rebuilding the tree of dicts and lists that was saved, from the paths of its values."""
+"""Rebuilding the tree of dicts and lists that was saved, from the paths of its values.
+
+:mod:`rankless.dcp.reader.dcp_directory` calls it on each rank that opens a folder. torch does not store empty dicts, so
+a list may lack a few items. A forged index must not make a long list.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """A writer of ``torch.distributed.checkpoint`` files. torch writes them with holes in place of tensor data.
 
 Source: ``torch/distributed/checkpoint/filesystem.py`` of torch 2.13.
+
+The conversion targets ``dcp``, ``lightning-folder`` and ``megatron`` call it on rank 0, in the vote "preparing". The
+files must be those that torch reads.
 """
 
 from __future__ import annotations

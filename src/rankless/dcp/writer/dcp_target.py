@@ -1,6 +1,9 @@
 """The conversion target ``dcp``: a folder of ``torch.distributed.checkpoint``.
 
 torch itself writes it with tensors that have no data. The offsets of these are read back, and the bytes are filled in.
+
+A conversion makes one on every rank; see :class:`rankless.conversion.target.ConversionTarget` for the ranks of its
+methods. :mod:`rankless.lightning.writer` and :mod:`rankless.megatron.writer.megatron_target` build on it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Parsing the description of how tensor-parallel ranks divide each parameter, which AutoTP writes since 0.19.8.
 
 Source: ``checkpoint/affine.py`` and ``collect_autotp_universal_checkpoint_info`` in ``module_inject/layers.py``.
+
+:mod:`rankless.deepspeed.reader.tag_contents` parses with it on each rank that opens a checkpoint of AutoTP. The keys
+are DeepSpeed's. A map of an unknown form must be refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A tensor whose elements, in row-major order, are in pieces of the flat tensors of ranks."""
+"""A tensor whose elements, in row-major order, are in pieces of the flat tensors of ranks.
+
+The joining of optimizers and models makes them, on each rank; loads read their pieces.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 In these names ``pp_rank`` is the data-parallel rank, and ``mp_rank`` the rank of a pipeline stage or of tensor
 parallelism. Numbers have no leading zeros in some names, and two digits in others.
+
+The reader asks it on each rank that opens a checkpoint; the writer uses the names, which are DeepSpeed's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Reader for DeepSpeed's checkpoints: whole tensors by parameter name, however they were divided among ranks."""
+"""Reader for DeepSpeed's checkpoints: whole tensors by parameter name, however they were divided among ranks.
+
+``formats/registry.py`` names it: each rank of a load or conversion opens one. Readers of Accelerate's folders have one
+for a part, and a conversion reads its output back with it.
+"""
 
 from __future__ import annotations
 

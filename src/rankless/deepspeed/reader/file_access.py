@@ -1,4 +1,8 @@
-"""Reading the trees in the files of one checkpoint, within one budget. No pickle is run."""
+"""Reading the trees in the files of one checkpoint, within one budget. No pickle is run.
+
+:class:`~rankless.deepspeed.reader.deepspeed_reader.DeepSpeedReader` has one on each rank. A file outside of the folder
+must not be opened.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Joining the flat tensors of the data-parallel ranks to master weights and optimizer states of whole parameters."""
+"""Joining the flat tensors of the data-parallel ranks to master weights and optimizer states of whole parameters.
+
+:mod:`rankless.deepspeed.reader.pipeline_stages` calls it on each rank that opens a checkpoint with an optimizer.
+Parameters lie in the flat tensors as DeepSpeed places them: a wrong place would give a parameter elements of another.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An optimizer of whole parameters, with their names."""
+"""An optimizer of whole parameters, with their names.
+
+The readers of optimizers return one, on each rank.
+"""
 
 from __future__ import annotations
 

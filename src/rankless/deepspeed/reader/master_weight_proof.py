@@ -2,6 +2,9 @@
 
 DeepSpeed copies the master weights to the model after each step. So a wrong order of parameters, wrong padding or files
 of two saves show as a difference.
+
+:mod:`rankless.deepspeed.reader.tag_contents` collects on each rank, and
+:class:`~rankless.deepspeed.reader.deepspeed_reader.DeepSpeedReader` compares when files are checked.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Parsing the file of a model: its tensors, the shapes of its parameters, and other values.
 
 Source: ``_common_checkpoint_state`` and ``_save_checkpoint`` in ``runtime/engine.py``.
+
+:mod:`rankless.deepspeed.reader.pipeline_stages` calls it on each rank that opens a checkpoint. The keys are
+DeepSpeed's: every other key is client state of the user.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Optimizers without ZeRO and without master weights: state dicts of torch, in which parameters have numbers."""
+"""Optimizers without ZeRO and without master weights: state dicts of torch, in which parameters have numbers.
+
+:mod:`rankless.deepspeed.reader.tag_contents` calls it on each rank that opens such a checkpoint. Numbers without a
+certain name must be refused: states would belong to other parameters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The classes of DeepSpeed in its pickles, as placeholders: nothing of DeepSpeed is imported or called."""
+"""The classes of DeepSpeed in its pickles, as placeholders: nothing of DeepSpeed is imported or called.
+
+:mod:`rankless.deepspeed.reader.file_access` opens pickles with the allow-list, on each rank.
+"""
 
 from __future__ import annotations
 

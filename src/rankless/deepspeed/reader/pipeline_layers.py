@@ -1,4 +1,8 @@
-"""The layers of a pipeline: each has a file of its own, by its number, with names that count from the layer."""
+"""The layers of a pipeline: each has a file of its own, by its number, with names that count from the layer.
+
+:mod:`rankless.deepspeed.reader.tag_contents` calls it on each rank that opens a checkpoint of a pipeline. A layer that
+several stages share must be refused if it is unknown which one it is.
+"""
 
 from __future__ import annotations
 

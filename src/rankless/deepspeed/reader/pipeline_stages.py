@@ -1,4 +1,8 @@
-"""Reading the files of one model-parallel rank: a stage of a pipeline, or the whole model."""
+"""Reading the files of one model-parallel rank: a stage of a pipeline, or the whole model.
+
+:mod:`rankless.deepspeed.reader.tag_contents` calls it on each rank that opens a checkpoint. Files of two saves must not
+be mixed.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 Source: ``state_dict`` in ``runtime/zero/stage_1_and_2.py`` and ``runtime/bf16_optimizer.py``, ``_rigid_state_dict`` in
 ``runtime/zero/stage3.py``.
+
+:mod:`rankless.deepspeed.reader.pipeline_stages` calls it on each rank that opens a checkpoint with an optimizer. The
+keys are DeepSpeed's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The contents of a tag's folder: the model, the optimizer, the scheduler and other values of whole parameters."""
+"""The contents of a tag's folder: the model, the optimizer, the scheduler and other values of whole parameters.
+
+:class:`~rankless.deepspeed.reader.deepspeed_reader.DeepSpeedReader` calls it on each rank that opens a checkpoint.
+Files of two saves must not be mixed.
+"""
 
 from __future__ import annotations
 

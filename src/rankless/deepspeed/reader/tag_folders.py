@@ -1,4 +1,7 @@
-"""DeepSpeed's folders of checkpoints, in which a file names the newest tag, and the folders of the tags."""
+"""DeepSpeed's folders of checkpoints, in which a file names the newest tag, and the folders of the tags.
+
+``formats/registry.py`` names :func:`is_deepspeed`: the detection of formats asks it on each rank.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Universal checkpoints: a folder for each parameter, with a file for its fp32 weights and for each of its states.
 
 Source: ``checkpoint/ds_to_universal.py``. A file has a dict with the tensor as ``param``, or of ZeRO-3 a flat tensor.
+
+:mod:`rankless.deepspeed.reader.tag_contents` calls it on each rank that opens such a checkpoint. The names of files and
+keys are DeepSpeed's. The name of a parameter must not lead out of the folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The whole tensors of a model: its buffers, frozen parameters, and the weights or master weights of the others."""
+"""The whole tensors of a model: its buffers, frozen parameters, and the weights or master weights of the others.
+
+:mod:`rankless.deepspeed.reader.tag_contents` calls it on each rank that opens a checkpoint. Tied parameters must stay
+one tensor.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Optimizers without ZeRO, whose whole state is in the file of the model, with numbers instead of names.
 
 Source: ``state_dict`` in ``runtime/fp16/unfused_optimizer.py`` and ``runtime/fp16/fused_optimizer.py``.
+
+:mod:`rankless.deepspeed.reader.tag_contents` calls it on each rank that opens such a checkpoint.
 """
 
 from __future__ import annotations

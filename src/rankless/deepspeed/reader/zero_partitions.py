@@ -3,6 +3,8 @@
 ZeRO-1 and 2, and BF16_Optimizer, concatenate the parameters of a group, pad the result, and cut it into parts of equal
 size, one for each rank. ZeRO-3 cuts each parameter by itself, and each rank concatenates its parts of the parameters of
 a sub-group.
+
+The joining of optimizers and models asks it, on each rank. The paddings are those of DeepSpeed.
 """
 
 from __future__ import annotations

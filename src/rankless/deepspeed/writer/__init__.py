@@ -2,4 +2,6 @@
 
 Source: ``checkpoint/universal_checkpoint.py``, ``runtime/base_optimizer.py``, ``runtime/zero/stage3.py`` and
 ``runtime/engine.py`` of DeepSpeed 0.19.8.
+
+``formats/registry.py`` names the target: a conversion makes one on every rank.
 """

@@ -1,4 +1,8 @@
-"""The parameters that an optimizer trains, each with its master weights and states, as DeepSpeed can store them."""
+"""The parameters that an optimizer trains, each with its master weights and states, as DeepSpeed can store them.
+
+:class:`~rankless.deepspeed.writer.universal_target.UniversalTarget` collects with it when it is made, on each rank. The
+name of a parameter becomes that of a folder: it must not lead out of the checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Writes universal checkpoints: a folder for each trained parameter, and files with everything else."""
+"""Writes universal checkpoints: a folder for each trained parameter, and files with everything else.
+
+A conversion makes one on every rank; see :class:`rankless.conversion.target.ConversionTarget` for the ranks of its
+methods. The files are those that DeepSpeed loads.
+"""
 
 from __future__ import annotations
 

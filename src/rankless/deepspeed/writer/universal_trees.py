@@ -1,4 +1,8 @@
-"""The trees in the files of a universal checkpoint. Pure functions."""
+"""The trees in the files of a universal checkpoint. Pure functions.
+
+:class:`~rankless.deepspeed.writer.universal_target.UniversalTarget` builds them when it is made, on each rank: they
+must be equal.
+"""
 
 from __future__ import annotations
 

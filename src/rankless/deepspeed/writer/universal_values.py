@@ -1,4 +1,7 @@
-"""The values of DeepSpeed's engine in a checkpoint of any format: counters, loss scaler, scheduler, client state."""
+"""The values of DeepSpeed's engine in a checkpoint of any format: counters, loss scaler, scheduler, client state.
+
+:class:`~rankless.deepspeed.writer.universal_target.UniversalTarget` collects them when it is made, on each rank.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 The weights of norms are often equal: all ones, which small steps do not change in 16 bits. Then the order decides:
 Megatron lays out parameters in the reverse order of the model, and a rank's buffers have every part of its layers once.
+
+:mod:`rankless.megatron.reader.flat_states` calls it on each rank that opens a checkpoint. In doubt it must raise: a
+wrong assignment gives a parameter the states of another.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Each part begins at a multiple of 64 elements from the start of its bucket. The parts that a position can hold are
 those whose weights are the rounded master weights there; see ``docs/migrating/megatron.md``.
+
+:mod:`rankless.megatron.reader.flat_states` calls it on each rank that opens a checkpoint with flat buffers.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 The files are YAML. Of what they name nothing is imported: every scalar is read as text, and tags have no meaning.
 Source: ``nemo/lightning/io`` of NeMo 2, ``megatron/bridge/training/utils`` of Megatron-Bridge, and
 ``TransformerConfig`` of megatron-core.
+
+The readers of iterations ask it on each rank that opens a checkpoint without arguments.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Proof by content: a master weight, rounded to the dtype of the model, is the weight that lies in the same checkpoint.
 
 Megatron copies the masters to the model after each step, so they are equal bit for bit.
+
+The search of buckets samples with it on each rank; :class:`~rankless.megatron.reader.megatron_reader.MegatronReader`
+compares all when files are checked. Weights are rounded as torch does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Flat buffers of optimizer states, in which the parts of many parameters lie one after another."""
+"""Flat buffers of optimizer states, in which the parts of many parameters lie one after another.
+
+The readers of ``torch_dist`` and ``torch`` make them, on each rank that opens a checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Optimizer states in flat buffers, joined to whole tensors: found by content, and proved by it."""
+"""Optimizer states in flat buffers, joined to whole tensors: found by content, and proved by it.
+
+The readers of ``torch_dist`` and ``torch`` call it on each rank that opens a checkpoint with an optimizer. In doubt it
+must raise: a wrong position gives a parameter the states of another.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ Its tensors have the names of the wrapped modules, the gate and the projection a
 the settings of its group.
 Source: ``megatron/core/transformer/fsdp_dtensor_checkpoint.py`` and ``megatron/core/optimizer/distrib_optimizer.py`` of
 megatron-core 0.15 to 0.19.
+
+:class:`~rankless.megatron.reader.megatron_reader.MegatronReader` calls it on each rank that opens such an iteration.
+The keys are Megatron's; an unknown form must be refused.
 """
 
 from __future__ import annotations

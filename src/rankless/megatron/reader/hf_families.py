@@ -1,4 +1,8 @@
-"""The model families of Hugging Face that Megatron trains, and how the arguments of a training tell them apart."""
+"""The model families of Hugging Face that Megatron trains, and how the arguments of a training tell them apart.
+
+The reader asks it for ``layout="hf"``, and a conversion to Megatron for the reverse, on each rank. A model with an
+argument that changes the meaning of tensors must be refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tensors under the names of Hugging Face: rows of Megatron's tensors, in another order or transposed."""
+"""Tensors under the names of Hugging Face: rows of Megatron's tensors, in another order or transposed.
+
+:class:`~rankless.megatron.reader.megatron_reader.MegatronReader` cuts tensors with it on each rank, and
+:mod:`rankless.megatron.writer.hf_tensors` applies it backwards. Both must agree.
+"""
 
 from __future__ import annotations
 

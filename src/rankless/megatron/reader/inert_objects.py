@@ -1,4 +1,8 @@
-"""Objects of Megatron's classes in pickles, which are never made: they become plain text or dicts."""
+"""Objects of Megatron's classes in pickles, which are never made: they become plain text or dicts.
+
+The readers of iterations pass the allow-list when they open pickles, on each rank. No class of Megatron may be
+imported.
+"""
 
 from __future__ import annotations
 

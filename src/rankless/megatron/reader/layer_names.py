@@ -1,4 +1,7 @@
-"""Names of the tensors of single layers and experts. Megatron stacks equal layers: the first dimension counts them."""
+"""Names of the tensors of single layers and experts. Megatron stacks equal layers: the first dimension counts them.
+
+The readers of iterations call it on each rank that opens a checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 The files do not say which dimension of a tensor ranks divide. In Megatron that is fixed: columns of the weights of
 ``linear_qkv`` and ``linear_fc1``, of the embedding and of the output layer, and rows of ``linear_proj`` and
 ``linear_fc2``. Source: ``megatron/training/checkpointing.py`` of megatron-core 0.16.
+
+:class:`~rankless.megatron.reader.megatron_reader.MegatronReader` calls it on each rank that opens such an iteration.
 """
 
 from __future__ import annotations

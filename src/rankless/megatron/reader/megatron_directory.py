@@ -1,6 +1,9 @@
 """The folders of Megatron's checkpoints: a run with ``latest_checkpointed_iteration.txt``, and one iteration.
 
 Source: ``megatron/training/checkpointing.py`` and ``megatron/core/dist_checkpointing`` of megatron-core 0.15 to 0.19.
+
+``formats/registry.py`` names :func:`is_megatron`: the detection of formats asks it on each rank. The reader and the
+writer use the names, which are Megatron's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A reader of checkpoints of Megatron-LM: whole tensors of each layer, whatever ranks wrote them."""
+"""A reader of checkpoints of Megatron-LM: whole tensors of each layer, whatever ranks wrote them.
+
+``formats/registry.py`` names it: each rank of a load or conversion opens one. A conversion to Megatron reads its output
+back with it.
+"""
 
 from __future__ import annotations
 

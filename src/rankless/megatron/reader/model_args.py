@@ -1,4 +1,7 @@
-"""The arguments of the training that the reader needs, from the ``args`` that Megatron saves."""
+"""The arguments of the training that the reader needs, from the ``args`` that Megatron saves.
+
+The reader and the writer ask it, on each rank. A missing argument must be an error where it is needed, and not before.
+"""
 
 from __future__ import annotations
 

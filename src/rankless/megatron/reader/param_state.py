@@ -1,4 +1,8 @@
-"""The states of one group of ranks in one object: ``dp_zero_gather_scatter``, and ``distrib_optim.pt`` of ``torch``."""
+"""The states of one group of ranks in one object: ``dp_zero_gather_scatter``, and ``distrib_optim.pt`` of ``torch``.
+
+The readers of ``torch_dist`` and ``torch`` call it on each rank that opens a checkpoint with an optimizer. The keys are
+Megatron's; an unknown form must be refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The parts that tensor-parallel ranks have of parameters. A rank stores each of its parts in row-major order."""
+"""The parts that tensor-parallel ranks have of parameters. A rank stores each of its parts in row-major order.
+
+The readers of iterations use it on each rank. The order of elements in a part is that in which Megatron stored it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The state of a training in a checkpoint of Megatron, whatever its format: whole tensors of each layer, and values."""
+"""The state of a training in a checkpoint of Megatron, whatever its format: whole tensors of each layer, and values.
+
+The readers of the formats return one, and :class:`~rankless.megatron.reader.megatron_reader.MegatronReader` makes
+tensors and values of it, on each rank.
+"""
 
 from __future__ import annotations
 

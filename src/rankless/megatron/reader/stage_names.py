@@ -1,4 +1,8 @@
-"""The names of tensors in the files of one pipeline stage, whose layers are numbered from zero on."""
+"""The names of tensors in the files of one pipeline stage, whose layers are numbered from zero on.
+
+The readers of ``torch`` and ``fsdp_dtensor`` rename with it, on each rank. The names must become those of
+``torch_dist``.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 Source: ``megatron/core/dist_checkpointing`` and ``megatron/core/optimizer/distrib_optimizer.py`` of megatron-core 0.15
 to 0.19.
+
+:class:`~rankless.megatron.reader.megatron_reader.MegatronReader` calls it on each rank that opens such an iteration.
+The keys are Megatron's; an unknown form must be refused.
 """
 
 from __future__ import annotations

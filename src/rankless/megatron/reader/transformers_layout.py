@@ -1,4 +1,8 @@
-"""The layout ``hf``: Megatron's tensors, divided and named as in models of transformers."""
+"""The layout ``hf``: Megatron's tensors, divided and named as in models of transformers.
+
+The reader plans with it on each rank for ``layout="hf"``; a conversion to Megatron applies the plan backwards. Each
+name of transformers must come from one tensor only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Megatron's arguments for a model, from the ``config.json`` of transformers."""
+"""Megatron's arguments for a model, from the ``config.json`` of transformers.
+
+:mod:`rankless.megatron.writer.megatron_source` calls it on each rank that opens the source. A configuration of a model
+that Megatron does not have must be refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The values of a checkpoint of Megatron: what all ranks share, and the objects of single ranks."""
+"""The values of a checkpoint of Megatron: what all ranks share, and the objects of single ranks.
+
+:class:`~rankless.megatron.writer.megatron_target.MegatronTarget` calls it on every rank when it is made. The keys are
+Megatron's.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Megatron's tensors of each layer, from a model with the names of transformers.
 
 The reader's plan says which rows of Megatron's tensors a tensor of transformers consists of. It is applied backwards.
+
+:mod:`rankless.megatron.writer.megatron_source` calls it on each rank that opens the source. No tensor of the source may
+be left out.
 """
 
 from __future__ import annotations

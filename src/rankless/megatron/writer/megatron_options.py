@@ -1,4 +1,7 @@
-"""The options of a conversion to Megatron."""
+"""The options of a conversion to Megatron.
+
+:mod:`rankless.megatron.writer.megatron_source` makes them on each rank, from the arguments of :func:`rankless.convert`.
+"""
 
 from __future__ import annotations
 

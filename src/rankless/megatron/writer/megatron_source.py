@@ -1,4 +1,8 @@
-"""The source of a conversion to Megatron, and the tensors that the checkpoint gets from it."""
+"""The source of a conversion to Megatron, and the tensors that the checkpoint gets from it.
+
+:mod:`rankless.conversion.pipeline` calls :func:`adapt_source` on each rank that opens the source of a conversion to
+``megatron``. All ranks must get the same plan.
+"""
 
 from __future__ import annotations
 

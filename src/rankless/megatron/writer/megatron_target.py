@@ -2,6 +2,9 @@
 
 Megatron loads it into any layout of ranks. A source with a training step gives ``iter_…``, another one ``release``,
 from which Megatron takes the weights alone.
+
+A conversion makes one on every rank; see :class:`rankless.conversion.target.ConversionTarget` for the ranks of its
+methods.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The parts of Megatron's tensors: ranges of elements of the source's tensors. Pure data and functions."""
+"""The parts of Megatron's tensors: ranges of elements of the source's tensors. Pure data and functions.
+
+The other modules of this package plan with it, on each rank. All ranks must get equal parts: these are in the order of
+their positions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The states of the source's optimizer, and the parameter groups that Megatron sorts them into."""
+"""The states of the source's optimizer, and the parameter groups that Megatron sorts them into.
+
+:mod:`rankless.megatron.writer.megatron_source` calls it on each rank that opens the source. The names of states and the
+entries of groups are those that Megatron expects.
+"""
 
 from __future__ import annotations
 

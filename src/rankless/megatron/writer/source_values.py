@@ -1,4 +1,7 @@
-"""The values of a source that a conversion to Megatron looks into: its training's arguments, and its optimizer."""
+"""The values of a source that a conversion to Megatron looks into: its training's arguments, and its optimizer.
+
+:mod:`rankless.megatron.writer.megatron_source` calls it on each rank that opens the source.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Megatron's keys: equal layers are one tensor, whose first dimension counts them, and the next one experts.
 
 Source: ``sharded_state_dict`` of ``transformer_block.py`` and ``moe/experts.py`` of megatron-core 0.16.
+
+:mod:`rankless.megatron.writer.megatron_source` calls it on each rank that opens the source. The keys are Megatron's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A reader that gives some matrices of a checkpoint the other way round."""
+"""A reader that gives some matrices of a checkpoint the other way round.
+
+:mod:`rankless.megatron.writer.megatron_source` wraps the source in it, on each rank.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,10 @@ class TransposedReader:
         return None if (group, name) in self._keys else self._inner.block_crcs(group, name)
 
     def verify_transposed(self) -> None:
-        """Compare the transposed tensors with their checksums. Raises ``CorruptCheckpointError``."""
+        """Compare the transposed tensors with their checksums. Raises ``CorruptCheckpointError``.
+
+        The target calls it on rank 0, when it writes the metadata.
+        """
         keys = sorted(self._keys)
         verifier = ChecksumVerifier(self._inner, keys)
         for number, key in enumerate(keys):

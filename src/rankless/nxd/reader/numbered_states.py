@@ -2,6 +2,9 @@
 
 Numbers count over all param groups of the optimizer of one pipeline stage. Within a group, parameters are in the order
 of the model. The layout says which groups there are, and which parameters are in none.
+
+:class:`~rankless.nxd.reader.nxd_reader.NxdReader` calls it on each rank that opens a checkpoint. The order of the
+numbers is that of NxD's optimizer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Reader for a folder of NxD: reads its files, and orders them by the parallelism of the ranks."""
+"""Reader for a folder of NxD: reads its files, and orders them by the parallelism of the ranks.
+
+:class:`~rankless.nxd.reader.nxd_reader.NxdReader` calls it on each rank that opens a checkpoint. All ranks must get the
+same fingerprint: it depends on pickles and sizes of files only.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The names of NxD's files, and the ranks in them.
 
 Source: ``_get_path`` in ``trainer/checkpoint.py`` of NxD 0.18, and ``parallel_layers/checkpointing.py``.
+
+The reader and the writer of NxD's format use it. The names are NxD's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Reader for NxD checkpoints: whole tensors by parameter name, whatever ranks wrote them."""
+"""Reader for NxD checkpoints: whole tensors by parameter name, whatever ranks wrote them.
+
+``formats/registry.py`` names it: each rank of a load or conversion opens one, in the vote "reading the metadata".
+"""
 
 from __future__ import annotations
 

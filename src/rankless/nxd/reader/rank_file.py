@@ -1,6 +1,9 @@
 """Readers for one rank's file: a tree, with tensors in it or in separate files next to it. No pickle is run.
 
 Source: ``trainer/checkpoint.py`` of NxD 0.5 to 0.18, ``utils/serialization.py`` of torch_xla.
+
+The readers of this package open files with it, on each rank, and :mod:`rankless.nxd.offline_zero_conversion` in its
+process.
 """
 
 from __future__ import annotations

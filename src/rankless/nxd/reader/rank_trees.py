@@ -2,6 +2,9 @@
 
 The tree is a model, a dict with a model under ``model``, or Lightning's checkpoint with ``state_dict`` and
 ``optimizer_states``.
+
+:mod:`rankless.nxd.reader.nxd_checkpoint` calls it on each rank that opens such a folder. The keys are those that these
+programs write.
 """
 
 from __future__ import annotations

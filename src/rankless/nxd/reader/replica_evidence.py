@@ -1,4 +1,7 @@
-"""Evidence that the files of ranks belong together: copies are equal, and the padding of the last rows is zero."""
+"""Evidence that the files of ranks belong together: copies are equal, and the padding of the last rows is zero.
+
+The reader collects on each rank, and compares when files are checked; the offline converter before it writes.
+"""
 
 from __future__ import annotations
 

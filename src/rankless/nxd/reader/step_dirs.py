@@ -2,6 +2,8 @@
 
 Each release marks them differently: a text file ``newest`` (up to 0.6), a file ``done`` in complete ones (0.7), and
 also ``checkpoint`` in those that were begun (0.8).
+
+The reader asks it on each rank, :mod:`rankless.nxd.nxd_calls` before a load. The markers are NxD's.
 """
 
 from __future__ import annotations

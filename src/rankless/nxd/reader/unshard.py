@@ -1,4 +1,8 @@
-"""Joins tensor-parallel shards to whole tensors as a layout says."""
+"""Joins tensor-parallel shards to whole tensors as a layout says.
+
+:class:`~rankless.nxd.reader.nxd_reader.NxdReader` has one on each rank that opens a checkpoint.
+:mod:`rankless.nxd.writer.shard` is the inverse: a change of the division here needs the same change there.
+"""
 
 from __future__ import annotations
 

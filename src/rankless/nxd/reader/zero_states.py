@@ -3,6 +3,9 @@
 A parameter of N rows is padded with zero rows to a multiple of the number of ranks; rank i has the i-th of equal parts.
 Source: ``distributed/zero_redundancy_optimizer.py`` of torch_xla 2.9, and NxD's
 ``optimizer/convert_zero_checkpoints.py`` for the format of whole states.
+
+:mod:`rankless.nxd.reader.nxd_checkpoint` joins with it on each rank; the converters join and shard in one process.
+Padding and order are those of NxD.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The optimizer states of each NxD rank, by parameter number."""
+"""The optimizer states of each NxD rank, by parameter number.
+
+:class:`~rankless.nxd.writer.nxd_files.NxdWriter` makes one, on rank 0. Parameters must get the numbers that they have
+in an optimizer of NxD.
+"""
 
 from __future__ import annotations
 

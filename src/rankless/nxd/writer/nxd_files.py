@@ -1,4 +1,8 @@
-"""Writes a checkpoint in NxD's format: the files that each of its ranks would have saved."""
+"""Writes a checkpoint in NxD's format: the files that each of its ranks would have saved.
+
+:mod:`rankless.nxd.writer.nxd_target` runs it on rank 0. Markers are written last: without them NxD takes no folder for
+a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +73,10 @@ class NxdWriter:
         check_named(self._values.get(_OPTIMIZER, {}))
 
     def write_checkpoint(self, folder: Path) -> None:
-        """Write all files into an existing folder, markers last, and read back what was written."""
+        """Write all files into an existing folder, markers last, and read back what was written.
+
+        Rank 0 calls it in the vote "converting".
+        """
         self._verify_source()
         files = [*self._plan_models(), *self._plan_optimizers()]
         check_space(folder.parent, sum(file.frame.size for file in files))

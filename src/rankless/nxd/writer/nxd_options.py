@@ -1,4 +1,8 @@
-"""Options of a checkpoint in NxD's format: the number of ranks of each kind, and how they divide the model."""
+"""Options of a checkpoint in NxD's format: the number of ranks of each kind, and how they divide the model.
+
+:mod:`rankless.nxd.writer.nxd_target` makes them from the arguments of ``convert``, on each rank, and checks them on
+rank 0.
+"""
 
 from __future__ import annotations
 

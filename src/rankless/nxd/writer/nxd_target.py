@@ -1,4 +1,7 @@
-"""The conversion to NxD's format: rank 0 plans and writes, the other ranks wait."""
+"""The conversion to NxD's format: rank 0 plans and writes, the other ranks wait.
+
+:func:`rankless.convert` calls it on every rank; it is the vote "converting".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The parameters of a checkpoint in NxD's layout: by pipeline stage and tensor-parallel rank."""
+"""The parameters of a checkpoint in NxD's layout: by pipeline stage and tensor-parallel rank.
+
+:class:`~rankless.nxd.writer.nxd_files.NxdWriter` makes one, on rank 0. A tensor must be the same object in each call:
+files store it once.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Plans the files of a rank: every byte except the elements of tensors. Nothing is written here.
 
 Source: ``trainer/checkpoint.py`` of NxD 0.18, and files that it wrote.
+
+:class:`~rankless.nxd.writer.nxd_files.NxdWriter` and :mod:`rankless.nxd.offline_zero_conversion` plan with it, in one
+process. The bytes must be those that NxD writes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Shards whole tensors among tensor-parallel ranks as a layout says: the inverse of :mod:`.unshard`."""
+"""Shards whole tensors among tensor-parallel ranks as a layout says: the inverse of :mod:`.unshard`.
+
+:mod:`rankless.nxd.writer.parameters` shards with it, on rank 0. A change of the division here needs the same change
+there.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Writes planned files of ``torch.save``, whose size and layout are known to the byte.
 
 Several threads write one buffer at a time; everything is read back.
+
+:class:`~rankless.nxd.writer.nxd_files.NxdWriter` and :mod:`rankless.nxd.offline_zero_conversion` write with it, in one
+process. The bytes must be where ``torch.save`` would write them.
 """
 
 from __future__ import annotations
