@@ -644,3 +644,84 @@ def test_ranks_write_what_one_process_writes_to_a_disk(ranks: Ranks, tmp_path: P
             ranks(n, save_and_convert, path, tmp_path, part_bytes)
             assert contents(path) == contents(tmp_path / "disk")
             assert not fake.uploads
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("stage", ["before", "after"])
+@pytest.mark.parametrize("to", ["native", "hf", "dcp"])
+def test_a_conversion_that_is_interrupted_at_any_completion_leaves_nothing(
+    fake: FakeS3, tmp_path: Path, to: str, stage: str
+) -> None:
+    """Another one can use the path then."""
+    run = train_run("plain", "adamw")
+    rankless.save_checkpoint(tmp_path / "run", "s", run.model, run.optimizer)
+    path = bucket(fake) / "new"
+    interrupted = 0
+    while True:
+        fake.on_request = Answers(*[lambda: None] * interrupted, interrupt, kind="complete", stage=stage)
+        try:
+            rankless.convert(tmp_path / "run", path, to=to, max_shard_size=3000)
+        except KeyboardInterrupt:
+            fake.on_request = do_nothing
+            assert not fake.objects
+            assert not fake.uploads
+            interrupted += 1
+        else:
+            break
+    assert interrupted
+    assert fake.objects
+
+
+@pytest.mark.parametrize("to", ["hf", "torch"])
+def test_a_conversion_that_fails_does_not_remove_equal_bytes_of_another(fake: FakeS3, tmp_path: Path, to: str) -> None:
+    rankless.save_checkpoint(tmp_path / "run", "s", {"w": torch.zeros(5000)})
+    path, finished = bucket(fake) / "new", []
+
+    def finish_other(request: Any, stage: str) -> None:
+        if not finished and request.kind == "complete" and stage == "before":
+            finished.append(stage)
+            with mock.patch("rankless.run.pending_dir.claim_output"):  # another host does not see what this one holds
+                rankless.convert(tmp_path / "run", path, to=to)
+
+    fake.on_request = finish_other
+    with pytest.raises(TagExistsError, match="exists already"):
+        rankless.convert(tmp_path / "run", path, to=to)
+    assert torch.equal(rankless.open(path)["model/w"], torch.zeros(5000))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_object_of_somebody_else_that_appears_during_a_conversion_stays(
+    fake: FakeS3, tmp_path: Path, fails: bool
+) -> None:
+    rankless.save_checkpoint(tmp_path / "run", "s", {"w": torch.zeros(5000)})
+    path = bucket(fake) / "new"
+
+    def write(request: Any, stage: str) -> Any:
+        if request.kind == "get" and stage == "before":  # while it reads back
+            path.store.replace_small(path / "state.json", b"mine")
+        return failure(403) if fails and request.key.endswith("manifest.json") and request.kind == "put" else None
+
+    fake.on_request = write
+    with pytest.raises(TagExistsError, match=r"state\.json appeared"):
+        rankless.convert(tmp_path / "run", path, to="native")
+    assert contents(path) == {"state.json": b"mine"}
+
+
+@pytest.mark.parametrize("to", ["dcp", "lightning-folder", "native", "colossalai"])
+def test_what_names_other_files_is_completed_after_them(fake: FakeS3, tmp_path: Path, to: str) -> None:
+    run = train_run("plain", "adamw")
+    rankless.save_checkpoint(tmp_path / "run", "s", run.model, run.optimizer, step=3)
+    appeared: list[str] = []
+
+    def note(request: Any, stage: str) -> None:
+        if request.kind in {"put", "complete"} and stage == "after":
+            appeared.append(request.key.rpartition("/")[2])
+
+    fake.on_request = note
+    rankless.convert(tmp_path / "run", bucket(fake) / "new", to=to, max_shard_size=3000)
+    naming = {".metadata", "manifest.json"}
+    assert appeared[-1] in naming or appeared[-1].endswith(".index.json")
+    assert len({*appeared} & naming) <= 1

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import rankless
-from rankless.components import unchanged_files
+from rankless.engine.io import equal_files
 from rankless.errors import StorageError
 from rankless.storage import links_and_clones
 from tests.helpers.pool import Ranks
@@ -116,15 +116,15 @@ def test_a_file_that_is_replaced_after_the_comparison_is_no_part_of_the_save(tmp
     """Another job saves meanwhile: the one that ends last wins, as ever."""
     path, options = tmp_path / name, {"shard": name == "folder"}
     save(path, **options)
-    find = unchanged_files.find_equal_files
+    find = equal_files.find_equal_files
 
     def replace_and_find(*arguments: Any) -> Any:
         found = find(*arguments)
-        with mock.patch.object(unchanged_files, "find_equal_files", find):
+        with mock.patch.object(equal_files, "find_equal_files", find):
             save(path, 1.0, **options)
         return found
 
-    with mock.patch.object(unchanged_files, "find_equal_files", replace_and_find):
+    with mock.patch.object(equal_files, "find_equal_files", replace_and_find):
         save(path, **options)
     loaded = {"w": torch.zeros(5000), "b": torch.ones(3)}
     rankless.load_model(loaded, path)
@@ -145,3 +145,19 @@ def test_a_file_that_is_changed_before_the_folder_is_published_fails_the_save(tm
     with mock.patch.object(ComponentSave, "write_files", touch), pytest.raises(StorageError, match="was changed"):
         save(path, shard=True)
     save(path, shard=True)
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "folder"])
+def test_a_model_in_memory_that_is_mapped_from_the_file_gets_a_file_of_its_own(tmp_path: Path, name: str) -> None:
+    """Else the next step of the training would change what was saved."""
+    path, options = tmp_path / name, {"shard": name == "folder"}
+    save(path, **options)
+    file = path if path.is_file() else path / "model.safetensors"
+    size = file.stat().st_size
+    mapped = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
+    live = mapped[size - 20012 + 12 :].view(torch.float32) if size % 4 == 0 else mapped
+    state = {"w": live, "b": torch.zeros(3)}
+    rankless.save_model(state, path, **options)
+    mapped[-1] ^= 1
+    loaded = {"w": torch.zeros(5000), "b": torch.ones(3)}
+    assert rankless.load_model(loaded, path).verified

@@ -257,12 +257,22 @@ class FakeS3(FakeStore):
         crc = {"x-amz-checksum-crc64nvme": encode_crc(body)} if self.profile.tells_part_crc else {}
         return HttpResponse(200, {"etag": md5(body), **crc})
 
-    def _complete(self, key: str, query: Mapping[str, str], headers: Mapping[str, str], body: bytes) -> HttpResponse:
+    def _refuse_completion(self, key: str, headers: Mapping[str, str]) -> HttpResponse | None:
+        if "x-goog-if-generation-match" in headers:
+            return failure(400, "InvalidArgument")
+        is_taken = headers.get("if-none-match") == "*" and key in self.objects
+        return failure(412, "PreconditionFailed") if is_taken and self.profile.honours_conditions else None
+
+    def _complete(  # noqa: PLR0911 - a return for each refusal
+        self, key: str, query: Mapping[str, str], headers: Mapping[str, str], body: bytes
+    ) -> HttpResponse:
         upload = self.uploads.get(query["uploadId"])
         if upload is None:
             if not self.profile.forgets_uploads and key in self.objects:
                 return xml("<CompleteMultipartUploadResult></CompleteMultipartUploadResult>")
             return failure(404, "NoSuchUpload")
+        if (refusal := self._refuse_completion(key, headers)) is not None:
+            return refusal
         named = [int(number) for number in find_all(body.decode(), "PartNumber")]
         etags = [etag.replace("&quot;", '"') for etag in find_all(body.decode(), "ETag")]
         if [upload.parts.get(number, (b"", ""))[1] for number in named] != etags or named != sorted(named):

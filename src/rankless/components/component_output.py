@@ -33,7 +33,7 @@ class SavedComponent(Protocol):
         """The plan of this rank."""
 
     def find_equal_files(self, files: Mapping[int, Path]) -> tuple[list[int], Fragments]:
-        """Return which of some files, by number, have this rank's bytes already: see :mod:`.unchanged_files`."""
+        """Return which of some files, by number, have this rank's bytes: see :mod:`rankless.engine.io.equal_files`."""
 
     def omit_files(self, numbers: Sequence[int]) -> None:
         """Write nothing into files with these numbers, on all ranks."""

@@ -162,7 +162,7 @@ class ComponentSave(SaveOperation[Path]):
 
     def find_equal_files(self, files: Mapping[int, Path]) -> tuple[list[int], Fragments]:
         """See :class:`SavedComponent`. Stripes that are not staged have their bytes on several ranks: not compared."""
-        from rankless.components.unchanged_files import find_equal_files  # noqa: PLC0415 - few saves replace a model
+        from rankless.engine.io.equal_files import find_equal_files  # noqa: PLC0415 - few saves replace a model
 
         striped = {} if self._staged is not None else self._striped_files()
         kept = {number: path for number, path in files.items() if number not in striped}

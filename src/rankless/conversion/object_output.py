@@ -11,9 +11,9 @@ completed only when all parts are sent, and files that name others come last.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -33,7 +33,6 @@ from rankless.errors import RanklessError, StateError, TagExistsError
 from rankless.process.prepared_types import prepared
 from rankless.run.unpublished_output import LocalOutput, upload_order
 from rankless.save.shared_upload import SharedUpload, abort_dead_uploads, abort_uploads, begin_uploads
-from rankless.storage.body import Body
 from rankless.storage.direct_io import BufferedReader
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import file_size, is_directory, read_small, walk_files
@@ -61,12 +60,14 @@ class ObjectConversionOutput:
         self._final, self._ranks = final, ranks
         self._upload: SharedUpload | None = None
         #: On rank 0, the files without tensor data, the entry of them that is published, the files that have tensors,
-        #: by number, their uploads, and the objects that are complete, with their ETags.
+        #: by number, their uploads, and the objects that were written otherwise, with their ETags.
         self._local, self._entry = LocalOutput(final), ""
         self._sparse: list[Path] = []
         self._header_bytes: Sequence[int] = ()
         self._uploads: list[Upload] = []
         self._written: dict[ObjectPath, str] = {}
+        #: What proves that an object was uploaded by this conversion: another one may write equal bytes.
+        self._notes = {"rankless": secrets.token_hex(8)}
 
     @property
     def pending(self) -> Path:
@@ -102,7 +103,7 @@ class ObjectConversionOutput:
             abort_dead_uploads(self._final.parent if finals == [self._final] else self._final, finals)
         frames = list(map(_frame_file, layout.files, layout.header_bytes, _spans_by_file(layout)))
         sizes = {path: frame.size for path, frame in zip(finals, frames, strict=True)}
-        ids = begin_uploads(sizes, {}, hides_small=True)
+        ids = begin_uploads(sizes, self._notes, hides_small=True)
         self._uploads = [Upload(path, upload) for path, upload in zip(finals, ids, strict=True) if upload]
         tensors = [(key, list(spans)) for key, spans in layout.tensors.items()]
         return _encode(_BegunConversion(names, frames, ids, tensors, list(layout.header_bytes)))
@@ -121,9 +122,10 @@ class ObjectConversionOutput:
 
         def complete() -> bytes:
             if self._final.store.path_exists(self._final):
-                raise _taken(self._final)
-            upload.complete_uploads()
-            self._written = {upload.path_of(number): etag for number, etag in upload.etags.items()}
+                raise TagExistsError(f"{self._final} exists already; choose another path, or remove it first")
+            order = {number: upload_order(file.name) for number, file in enumerate(self._sparse) if file_size(file)}
+            last = sorted((number for number, rank in order.items() if rank), key=order.__getitem__)
+            upload.complete_uploads(last=last, are_new=True)
             return b""
 
         upload.send_parts(content.move_share, build_headers, on_moved)
@@ -151,7 +153,12 @@ class ObjectConversionOutput:
         store = self._final.store
         for name in self._list_small():
             path = self._final / name if name else self._final
-            self._written[path] = store.put_object(path, Body.of(read_small(self._output / name)))
+            if not store.create_object(path, read_small(self._output / name)):
+                raise TagExistsError(
+                    f"{path} appeared during the conversion, and is left as it is: choose another path"
+                )
+            self._written[path] = ""  # no other process has created it, also if its version is not known
+            self._written[path] = store.find_version(path) or ""
         self._require_upload().check_files()
         self._local.discard()
         return b""
@@ -167,19 +174,18 @@ class ObjectConversionOutput:
     def discard(self) -> None:
         """See :class:`ConversionOutput`."""
         abort_uploads(self._uploads)
-        with suppress(RanklessError):
-            map_requests(partial(_remove_version, self._final), self._written.items())
+        map_requests(self._remove_own, [*(upload.path for upload in self._uploads), *self._written])
         if self._local.is_locked:
             self._local.discard()
 
-
-def _taken(final: ObjectPath) -> TagExistsError:
-    return TagExistsError(f"{final} exists already; choose another path, or remove it first")
-
-
-def _remove_version(final: ObjectPath, written: tuple[ObjectPath, str]) -> None:
-    path, etag = written
-    final.store.remove_version(path, etag)
+    def _remove_own(self, path: ObjectPath) -> None:
+        """Remove an object if it is known to be written by this conversion. What cannot be asked or removed is left."""
+        with suppress(RanklessError):
+            etag = self._written.get(path) or (
+                path.store.find_version(path) if path in self._written else path.store.find_noted(path, self._notes)
+            )
+            if etag is not None:
+                path.store.remove_version(path, etag)
 
 
 def _spans_by_file(layout: FileLayout) -> list[list[FileSpan]]:

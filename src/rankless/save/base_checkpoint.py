@@ -92,15 +92,17 @@ class KnownRun(msgspec.Struct):
     has_checked_store: bool = False
 
 
-def count_sharing_saves(base: BaseCheckpoint | UploadedBase, keep_full_every: int) -> int:
-    """Return how many saves share with the last full one if the next one does; 0 if that must be full.
+def count_sharing_saves(base: BaseCheckpoint | UploadedBase, keep_full_every: int, sequence: int) -> int:
+    """Return how many saves share with the last full one if the one with the number ``sequence`` does; 0 if it is full.
 
-    One of ``keep_full_every`` checkpoints is full. Of a base that was loaded, its number says how many there may be.
+    One of ``keep_full_every`` checkpoints is full. Of a base that was loaded, the numbers tell how many there may be:
+    the first checkpoint from each multiple of ``keep_full_every`` on is full, also if that number itself is missing.
 
     Outputs call it on rank 0 when they begin.
     """
-    saves = base.sequence % keep_full_every if base.sharing_saves is None else base.sharing_saves
-    return (saves + 1) % keep_full_every
+    if base.sharing_saves is None:
+        return sequence % keep_full_every if sequence // keep_full_every == base.sequence // keep_full_every else 0
+    return (base.sharing_saves + 1) % keep_full_every
 
 
 def identify_files(folder: Path, manifest: Manifest) -> dict[str, BaseFile]:

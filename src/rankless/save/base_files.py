@@ -22,7 +22,7 @@ from rankless.engine.io.checkpoint_files import CheckpointFiles, UnchangedBlocks
 from rankless.engine.plan.element_ranges import ElementRange, merge_ranges
 from rankless.engine.plan.omitted_ranges import OmittedRanges, whole_files
 from rankless.engine.plan.save_plan import SavePlan
-from rankless.errors import CorruptCheckpointError, FormatError
+from rankless.errors import CorruptCheckpointError, FormatError, StorageError
 from rankless.formats.safetensors import SafetensorsFile
 from rankless.ondisk import block_crcs
 from rankless.ondisk.data_files import DataFile
@@ -75,13 +75,18 @@ class BaseFiles(msgspec.Struct, dict=True):
             if file.path in base and base[file.path].record == records.get(file.path)
         ]
 
-    def keep_links(self) -> UnchangedBlocks:
-        """Let all links stay, because their records say that they are unchanged. Return their blocks.
+    def keep_links(self, numbers: Collection[int]) -> UnchangedBlocks:
+        """Let the links of some files stay, and replace the others by files. Return the blocks of the links.
 
-        A drain calls it after :meth:`link_files`.
+        A drain calls it on rank 0, in the vote "comparing with the checkpoint before".
         """
-        for number in self.linked:
-            make_read_only(self.files.folder / self._plan.files[number].path)
+        linked, self.linked = self.linked, []
+        for number in linked:
+            if number in numbers:
+                make_read_only(self.files.folder / self._plan.files[number].path)
+                self.linked.append(number)
+            else:
+                self._replace_link(number, [])
         return self.unchanged_blocks(whole_files(self._plan.files, self.linked))
 
     def _link_file(self, number: int) -> bool:
@@ -93,7 +98,7 @@ class BaseFiles(msgspec.Struct, dict=True):
         posix.make_parents(self.files.folder, file.path)
         if not self.sharing.link_file(self.base.path / file.path, target, base_file.identity):
             return False
-        with suppress(CorruptCheckpointError, FormatError):
+        with suppress(CorruptCheckpointError, FormatError, StorageError):  # of a header that cannot be read: no link
             crcs = SafetensorsFile.open(target, base_file.record).crcs
             header = file.build_header(itertools.chain(*(crcs.get(name, []) for name in file.entries)))
             if f"{block_crcs.crc64(header):016x}" == base_file.record.header_crc64nvme:

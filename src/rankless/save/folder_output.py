@@ -21,7 +21,7 @@ from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity.base_comparison import FileSamples
 from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from rankless.engine.io.checkpoint_files import NOTHING_UNCHANGED, CheckpointFiles
-from rankless.engine.io.requests import Fragments, OnBytesMoved
+from rankless.engine.io.requests import Fragments, OnBytesMoved, ProviderOf
 from rankless.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from rankless.errors import CorruptCheckpointError, FormatError, NoCheckpointError, RanklessError, TagExistsError
 from rankless.formats.native import read_manifest
@@ -81,7 +81,7 @@ class _BegunFolder(msgspec.Struct, frozen=True, array_like=True):
     id: str = ""
     whole: list[int] = []
     partial: list[int] = []
-    #: The files, by number, that are links to files with the same record: they are unchanged.
+    #: The files, by number, that are links to files with the same record: they may be unchanged.
     shared: list[int] = []
 
 
@@ -105,6 +105,7 @@ class RunFolderOutput:
         self._unchanged = NOTHING_UNCHANGED
         self._pending = PendingDirectory(self._path, HiddenName(str(new.tag), "", "", "partial"))  # not created
         self._witness: int | None = None
+        self._bytes_of: ProviderOf | None = None
         self._versions: TensorVersions = {}
         self._begun = _BegunFolder()
         #: On rank 0, the checkpoint that is written, whether old ones may be removed or hidden after it, whether it
@@ -119,9 +120,15 @@ class RunFolderOutput:
     def _files(self) -> CheckpointFiles:
         return CheckpointFiles(self._pending.path, self._plan)
 
-    def prepare(self, plan: SavePlan, tensors: LiveTensors | None = None, witness: int | None = None) -> bytes:
+    def prepare(
+        self,
+        plan: SavePlan,
+        tensors: LiveTensors | None = None,
+        witness: int | None = None,
+        bytes_of: ProviderOf | None = None,
+    ) -> bytes:
         """See :class:`RunOutput`."""
-        self._plan, self._witness = plan, witness
+        self._plan, self._witness, self._bytes_of = plan, witness, bytes_of
         if tensors is None:
             return b""
         self._versions, base = tensors.versions, self._base
@@ -154,7 +161,7 @@ class RunFolderOutput:
         if records and new.incremental:
             self._begun = _BegunFolder(saved.run, name, shared=self._link_known(saved, records))
         else:
-            whole, some = self._create_files([] if self._incremental is None else self._select_samples(posted))
+            whole, some = self._create_files([] if self._incremental is None else self._select_samples(saved, posted))
             self._begun = _BegunFolder(saved.run, name, whole, some)
         return _encode(self._begun)
 
@@ -167,10 +174,10 @@ class RunFolderOutput:
         clean_up(self._new.run, run)
         clean_up_first_saves(self._new.run, self._new.tag)
 
-    def _select_samples(self, posted: Sequence[bytes]) -> list[list[FileSamples]]:
+    def _select_samples(self, saved: KnownCheckpoint, posted: Sequence[bytes]) -> list[list[FileSamples]]:
         """Return the samples of all ranks; none if all files are to be written."""
         base = self._base
-        saves = 0 if base is None else count_sharing_saves(base, self._new.keep_full_every)
+        saves = 0 if base is None else count_sharing_saves(base, self._new.keep_full_every, saved.sequence)
         if base is None or not all(posted) or not saves:
             return []
         self._sharing_saves = saves
@@ -182,18 +189,38 @@ class RunFolderOutput:
         """Create the files, and link those that the checkpoint before has with the same record. Return the links."""
         from rankless.save.base_files import BaseFiles  # noqa: PLC0415 - drains only
 
-        sizes, base = [file.size for file in self._plan.files], checkpoint_before(self._new.run, saved)
-        equal = list[int]()
-        if base is not None and sum(sizes) >= _MIN_SHARED and count_sharing_saves(base, self._new.keep_full_every):
+        base, keep_full_every = checkpoint_before(self._new.run, saved), self._new.keep_full_every
+        sizes, equal = [file.size for file in self._plan.files], list[int]()
+        is_full = base is None or not count_sharing_saves(base, keep_full_every, saved.sequence)
+        if base is not None and sum(sizes) >= _MIN_SHARED and not is_full:
             self._base_files = BaseFiles(base, self._files, self._known.sharing)
             equal = self._base_files.find_equal(records)
         self._pending.create(sum(sizes) - sum(sizes[number] for number in equal))
-        if self._base_files is None or not (linked := self._base_files.link_files(equal)):
-            self._files.create_files()
-            return []
+        linked = [] if self._base_files is None else self._base_files.link_files(equal)
         self._files.create_files(existing=linked)
-        self._unchanged = self._base_files.keep_links()
         return linked
+
+    def _compare_links(self, numbers: Sequence[int]) -> list[int]:
+        """Compare the linked files with the bytes of all ranks, in a vote. Return those that are equal.
+
+        Records do not prove it: the job that drains has not seen the files before, and somebody may have changed one.
+        """
+        from rankless.engine.io.equal_files import find_equal_files  # noqa: PLC0415 - drains only
+
+        def compare() -> bytes:
+            bytes_of = self._bytes_of
+            files = {number: self._pending.path / self._plan.files[number].path for number in numbers}
+            equal = [] if bytes_of is None else find_equal_files(files, self._plan.file_ranges, bytes_of)[0]
+            return _encode(equal)
+
+        def keep_equal(posted: list[bytes]) -> bytes:
+            equal = set.intersection(*({*msgspec.msgpack.decode(raw, type=list[int])} for raw in posted))
+            if self._base_files is not None:
+                self._unchanged = self._base_files.keep_links(equal)
+            return _encode(sorted(equal))
+
+        _, raw = self._session.vote("comparing with the checkpoint before", compare, bytes, keep_equal)
+        return msgspec.msgpack.decode(raw, type=list[int])
 
     @traced("create the files", "write")
     def _create_files(self, samples: Sequence[Sequence[FileSamples]]) -> tuple[list[int], list[int]]:
@@ -234,9 +261,9 @@ class RunFolderOutput:
         if begun.shared:
             from rankless.engine.plan.omitted_ranges import omit_ranges, whole_files  # noqa: PLC0415 - drains only
 
-            files = self._plan.files
-            self._plan = omit_ranges(self._plan, whole_files(files, begun.shared))
-            self.shared_nbytes = sum(files[number].size - files[number].data_start for number in begun.shared)
+            files, equal = self._plan.files, self._compare_links(begun.shared)
+            self._plan = omit_ranges(self._plan, whole_files(files, equal))
+            self.shared_nbytes = sum(files[number].size - files[number].data_start for number in equal)
         if self._incremental is not None and (begun.whole or begun.partial):
             self._plan = self._incremental.omit_unchanged(begun.whole, begun.partial, trusted)
             self.shared_nbytes = self._incremental.shared_nbytes

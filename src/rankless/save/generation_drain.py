@@ -209,7 +209,8 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         self._output = output
 
         def prepare() -> bytes:
-            return output.prepare(self._plan_parts(output.grain), witness=self._find_witness())
+            held, plan = self._held, self._plan_parts(output.grain)
+            return output.prepare(plan, witness=self._find_witness(), bytes_of=lambda _: held)
 
         if not begin_attempt(self._session, output, label, prepare, lambda: self._generation.manifest.files):
             return CheckpointInfo.of(self.path, label)

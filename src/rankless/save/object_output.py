@@ -21,7 +21,7 @@ import msgspec
 from rankless.engine.comm.session import WritingRanks
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.io import upload_parts
-from rankless.engine.io.requests import OnBytesMoved
+from rankless.engine.io.requests import OnBytesMoved, ProviderOf
 from rankless.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from rankless.engine.plan.writer_cells import CellGrain
 from rankless.errors import StateError, StorageError
@@ -95,9 +95,15 @@ class RunObjectOutput:
         """See :class:`RunOutput`. Each part of an upload has one sender."""
         return upload_parts.GRAIN  # as it is at each save: tests upload small parts
 
-    def prepare(self, plan: SavePlan, tensors: LiveTensors | None = None, witness: int | None = None) -> bytes:
+    def prepare(
+        self,
+        plan: SavePlan,
+        tensors: LiveTensors | None = None,
+        witness: int | None = None,
+        bytes_of: ProviderOf | None = None,
+    ) -> bytes:
         """See :class:`RunOutput`."""
-        del witness
+        del witness, bytes_of
         self._plan, base = plan, self._base
         if tensors is None:
             return b""
@@ -131,7 +137,7 @@ class RunObjectOutput:
         if base is None or self._incremental is None or self._known.makes_copies is False or not all(posted):
             return []
         ranks = [msgspec.msgpack.decode(raw, type=_Unchanged) for raw in posted]
-        self._sharing_saves = count_sharing_saves(base, self._new.keep_full_every)
+        self._sharing_saves = count_sharing_saves(base, self._new.keep_full_every, saved.sequence)
         if {rank.base for rank in ranks} != {base.id} or not self._sharing_saves:
             return []
         from rankless.save.copied_files import CopiedFiles, can_be_copied  # noqa: PLC0415 - as above

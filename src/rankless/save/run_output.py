@@ -19,7 +19,7 @@ import msgspec
 
 from rankless.engine.comm.session import WritingRanks
 from rankless.engine.integrity.crc_gather import HashedResult
-from rankless.engine.io.requests import MoveRanges, OnBytesMoved
+from rankless.engine.io.requests import MoveRanges, OnBytesMoved, ProviderOf
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.engine.plan.writer_cells import CellGrain
@@ -120,10 +120,17 @@ class RunOutput(Protocol):
     def shared_nbytes(self) -> int:
         """The bytes of tensors that the checkpoint shares with the one before."""
 
-    def prepare(self, plan: SavePlan, tensors: LiveTensors | None = None, witness: int | None = None) -> bytes:
+    def prepare(
+        self,
+        plan: SavePlan,
+        tensors: LiveTensors | None = None,
+        witness: int | None = None,
+        bytes_of: ProviderOf | None = None,
+    ) -> bytes:
         """Take the plan of this rank. Return what rank 0 must know of this rank to begin.
 
-        With ``tensors``, bytes that the checkpoint before has may be shared. ``witness`` is a rank on another host than
+        With ``tensors``, bytes that the checkpoint before has may be shared. ``bytes_of`` are the bytes of the plan's
+        file ranges, if all of them are there and never change: a drain's. ``witness`` is a rank on another host than
         rank 0, if there is one.
         """
 
@@ -134,8 +141,8 @@ class RunOutput(Protocol):
         """Create what is to be written, on rank 0. Return what all ranks must know of it.
 
         ``posted`` are the results of :meth:`prepare` of all ranks; none if nothing is shared. ``records`` are those of
-        files whose bytes were hashed before, as a drain's: such a file is shared if an earlier checkpoint has the
-        record, and nothing is compared.
+        files whose bytes were hashed before, as a drain's: such a file may be shared if an earlier checkpoint has the
+        record. Then all ranks compare their bytes with that file.
         """
 
     def join(self, begun: bytes) -> None:

@@ -197,8 +197,14 @@ class SharedUpload:
         map_requests(check_file, self.etags)
 
     @traced("complete the uploads", "commit")
-    def complete_uploads(self, crcs: Sequence[int] | None = None) -> None:
-        """Make the files visible, on rank 0. ``crcs`` are their CRCs; without them, those of the parts count."""
+    def complete_uploads(
+        self, crcs: Sequence[int] | None = None, *, last: Sequence[int] = (), are_new: bool = False
+    ) -> None:
+        """Make the files visible, on rank 0. ``crcs`` are their CRCs; without them, those of the parts count.
+
+        The files with the numbers ``last`` appear in this order after all others. If they ``are_new``, raise
+        ``TagExistsError`` if a path is taken, as far as the store knows such a condition.
+        """
         sent: dict[int, dict[int, SentPart]] = {}
         for part in self._sent:
             sent.setdefault(part.file, {})[part.part] = part
@@ -215,9 +221,12 @@ class SharedUpload:
                 return
             parts = ((part.crc64nvme, size) for part, size in zip(ordered, sizes, strict=True))
             crc = crcs[number] if crcs else block_crcs.combine_crcs(parts)
-            self.etags[number] = target.path.store.complete_upload(target.upload, receipts, target.size, crc)
+            store = target.path.store
+            self.etags[number] = store.complete_upload(target.upload, receipts, target.size, crc, is_new=are_new)
 
-        map_requests(complete, self._sent_files)
+        map_requests(complete, [number for number in self._sent_files if number not in last])
+        for number in last:
+            complete(number)
 
 
 def _part_sizes(size: int) -> list[int]:

@@ -368,6 +368,20 @@ def identify(path: Path) -> tuple[int, int, int] | None:
     return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
+def list_writable_mappings() -> set[int]:
+    """Return the inodes of the files that this process has mapped so that writes to memory change them.
+
+    Only Linux tells it.
+    """
+    inodes = set[int]()
+    with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:  # noqa: PTH123
+        for line in maps:
+            _, permissions, _, _, inode, *_ = line.split(maxsplit=5)
+            if permissions[1] == "w" and permissions[3] == "s" and inode != "0":
+                inodes.add(int(inode))
+    return inodes
+
+
 def disk_usage(path: Path) -> tuple[float, int] | None:
     """Return a directory's modification time in seconds since 1970, and the bytes of the disk that its files use.
 

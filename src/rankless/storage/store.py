@@ -205,11 +205,17 @@ class ObjectStore(Store, Protocol):
         Raises ``StorageError`` if the upload was aborted, unless the store notices that only at its end.
         """
 
-    def complete_upload(self, upload: Upload, receipts: Sequence[str], size: int, crc64nvme: int) -> str:
+    def complete_upload(
+        self, upload: Upload, receipts: Sequence[str], size: int, crc64nvme: int, *, is_new: bool = False
+    ) -> str:
         """Make the object of all parts, in order, and return its ETag.
 
-        Raises ``StorageError`` if the upload was aborted, or the size of the object or its CRC is not as expected.
+        Raises ``StorageError`` if the upload was aborted, or the size of the object or its CRC is not as expected; with
+        ``is_new`` ``TagExistsError`` if there is an object, as far as the store knows such a condition.
         """
+
+    def find_noted(self, path: ObjectPath, notes: Mapping[str, str]) -> str | None:
+        """Return the ETag of an object if it was uploaded with these notes; else ``None``."""
 
     def abort_upload(self, upload: Upload) -> None:
         """Delete the parts of an upload; a missing one is no error."""

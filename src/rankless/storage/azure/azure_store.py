@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from rankless.errors import InvalidArgumentError, StorageError
+from rankless.errors import InvalidArgumentError, StorageError, TagExistsError
 from rankless.storage.azure.azure_credentials import TokenFunction, check_credentials
 from rankless.storage.azure.azure_dialect import AzureService, split_endpoint
 from rankless.storage.azure.environment import find_credentials, read_environment
@@ -252,7 +252,19 @@ class Azure(ObjectReads):
         self._send("PUT", upload.path, "upload a part of", _WRITE, query, headers, body=body.pieces)
         return name
 
-    def complete_upload(self, upload: Upload, receipts: Sequence[str], size: int, crc64nvme: int) -> str:  # noqa: ARG002
+    def find_noted(self, path: ObjectPath, notes: Mapping[str, str]) -> str | None:
+        """See :class:`~rankless.storage.store.ObjectStore`."""
+        return self._find_noted(path, notes, NOTE)
+
+    def complete_upload(
+        self,
+        upload: Upload,
+        receipts: Sequence[str],
+        size: int,
+        crc64nvme: int,  # noqa: ARG002 - see below
+        *,
+        is_new: bool = False,
+    ) -> str:
         """See :class:`~rankless.storage.store.ObjectStore`. The server checks the CRC of each block only."""
         blocks = self._list_blocks(upload.path)
         if block_name(upload.id, MARK) not in blocks:
@@ -263,10 +275,16 @@ class Azure(ObjectReads):
         if sum(blocks.get(name, 0) for name in receipts) != size:
             raise StorageError(errno.EIO, f"{upload.path} has other blocks than were sent: save again")
         try:
-            return self._put_block_list(upload.path, receipts, note_headers(upload.id)).headers["etag"]
+            condition = (("if-none-match", "*"),) if is_new else ()
+            headers = (*note_headers(upload.id), *condition)
+            return self._put_block_list(upload.path, receipts, headers).headers["etag"]
         except RefusedRequestError as error:
             # The answer to an earlier attempt may have been lost.
             completed = self._find_completed(upload, size) if error.is_repeated else None
+            if completed is None and is_new and error.code in _REFUSED:
+                raise TagExistsError(
+                    f"{upload.path} exists already; choose another path, or remove it first"
+                ) from error
             if completed is None:
                 raise
             return completed

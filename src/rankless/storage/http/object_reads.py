@@ -163,6 +163,12 @@ class ObjectReads(ABC):
             raise StorageError(errno.EIO, f"the server sent no ETag of {path}: it cannot be replaced safely")
         return None if found is None else found.headers["etag"]
 
+    def _find_noted(self, path: ObjectPath, notes: Mapping[str, str], prefix: str) -> str | None:
+        found = self._head(path)
+        if found is None or any(found.headers.get(f"{prefix}{name}") != note for name, note in notes.items()):
+            return None
+        return found.headers.get("etag")
+
     def _find_if(self, path: ObjectPath, etag: str) -> ObjectResponse | None:
         """Return the headers of an object if it has an ETag. Lists and headers may quote it differently."""
         found = self._head(path)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from urllib.parse import quote, unquote_plus
 from xml.sax.saxutils import escape
 
-from rankless.errors import StorageError
+from rankless.errors import StorageError, TagExistsError
 from rankless.storage.body import Body
 from rankless.storage.http.client import ObjectResponse, RefusedRequestError, unexpected_answer_error
 from rankless.storage.http.xml import find_text, local_name, parse_time, parse_xml
@@ -239,7 +239,9 @@ class XmlStore(XmlRequests):
         response = self._send_until_received(upload.path, send, body)
         return _SEPARATOR.join((response.headers["etag"], *checksums.record))
 
-    def complete_upload(self, upload: Upload, receipts: Sequence[str], size: int, crc64nvme: int) -> str:
+    def complete_upload(
+        self, upload: Upload, receipts: Sequence[str], size: int, crc64nvme: int, *, is_new: bool = False
+    ) -> str:
         """See :class:`~rankless.storage.store.ObjectStore`."""
         parts = [receipt.split(_SEPARATOR) for receipt in receipts]
         listed = "".join(
@@ -247,24 +249,51 @@ class XmlStore(XmlRequests):
             for number, part in enumerate(parts, 1)
         )
         completion = f"<CompleteMultipartUpload>{listed}</CompleteMultipartUpload>".encode()
-        answer = b""
+        headers, answer = self._completion_headers(size, crc64nvme), b""
+        conditions = [(self.dialect.creation_condition,), ()] if is_new else [()]
         try:
-            answer = self._send(
-                "POST",
-                upload.path,
-                "complete",
-                self.permissions.upload,
-                {"uploadId": upload.id},
-                self._completion_headers(size, crc64nvme),
-                body=(memoryview(completion),),
-                root="CompleteMultipartUploadResult",
-            ).body
+            answer = self._complete(upload, completion, headers, conditions)
         except RefusedRequestError as error:
-            # The answer to an earlier attempt may have been lost. No other upload has this key.
-            if not error.is_repeated or error.status != HTTPStatus.NOT_FOUND or self.file_size(upload.path) != size:
+            if error.status == HTTPStatus.PRECONDITION_FAILED and not error.is_repeated:
+                raise TagExistsError(
+                    f"{upload.path} exists already; choose another path, or remove it first"
+                ) from error
+            # The answer to an earlier attempt may have been lost. No other upload has this key, or this id.
+            is_lost = error.status in {HTTPStatus.NOT_FOUND, HTTPStatus.PRECONDITION_FAILED}
+            if not error.is_repeated or not is_lost or self.file_size(upload.path) != size:
                 raise
         self._check_completed(upload.path, [part[1:] for part in parts], size, crc64nvme, answer)
         return find_text(parse_xml(answer), "ETag") or self.find_version(upload.path) or ""
+
+    def _complete(
+        self,
+        upload: Upload,
+        completion: bytes,
+        headers: Sequence[tuple[str, str]],
+        conditions: Sequence[Sequence[tuple[str, str]]],
+    ) -> bytes:
+        """Send the request, under the first of some conditions that the server knows. Return its answer."""
+        for number, condition in enumerate(conditions, 1):
+            try:
+                return self._send(
+                    "POST",
+                    upload.path,
+                    "complete",
+                    self.permissions.upload,
+                    {"uploadId": upload.id},
+                    (*headers, *condition),
+                    body=(memoryview(completion),),
+                    root="CompleteMultipartUploadResult",
+                ).body
+            except RefusedRequestError as error:
+                is_unknown = error.status in {HTTPStatus.NOT_IMPLEMENTED, HTTPStatus.BAD_REQUEST}
+                if not is_unknown or number == len(conditions):
+                    raise
+        raise AssertionError("the last condition is none")
+
+    def find_noted(self, path: ObjectPath, notes: Mapping[str, str]) -> str | None:
+        """See :class:`~rankless.storage.store.ObjectStore`."""
+        return self._find_noted(path, notes, self.dialect.note_prefix)
 
     def abort_upload(self, upload: Upload) -> None:
         """See :class:`~rankless.storage.store.ObjectStore`."""

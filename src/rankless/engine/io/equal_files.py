@@ -1,8 +1,9 @@
 """Compares what a rank is to write with the files that are there already, byte for byte.
 
-A save of a component into a folder that has an earlier model asks it on every rank, in the vote that finds unchanged
-files. Such a file is not written again: to read is faster, and a disk wears by writes. Unlike a checkpoint, the files
-belong to the user, who may have changed them: so neither a memory of what was saved nor their own CRCs are trusted.
+A save of a component that replaces an earlier model, and a drain into a run with an earlier checkpoint, ask it on every
+rank, in a vote of their own. An equal file is not written again: to read is faster, and a disk wears by writes. Neither
+a memory of what was saved nor CRCs are trusted, because somebody may have changed the files. So they are read past the
+page cache: what counts is on the disk.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from rankless.ondisk.block_crcs import Fragment, crc64
 from rankless.process.worker_threads import run_in_threads
 from rankless.storage.aligned_memory import Bytes
 from rankless.storage.direct_io import BufferedReader
+from rankless.storage.posix import identify, list_writable_mappings
+from rankless.storage.second_read import UncachedReader
 
 #: The bytes of a range that are compared first, and the most ranges of a file. Training changes all of a tensor.
 _SAMPLE_BYTES, _SAMPLES = 4096, 64
@@ -30,8 +33,10 @@ def find_equal_files(
     """Return the files, by number, that have the bytes of this rank, and the fragments of these bytes.
 
     ``files`` are those that may be equal. A file of which the rank has no bytes is equal. One that cannot be read is
-    not.
+    not; nor is one that this process has mapped to write: the next step of a training may change it.
     """
+    mapped = list_writable_mappings()
+    files = {number: path for number, path in files.items() if (found := identify(path)) and found[1] not in mapped}
     by_file: dict[int, list[FileRange]] = {number: [] for number in files}
     for file_range in file_ranges:
         if file_range.file in by_file and file_range.start < file_range.stop:
@@ -55,7 +60,7 @@ def _compare_file(
     samples = [_first_bytes(file_range) for file_range in file_ranges[::step]]
     pieces = [piece for file_range in file_ranges for block in split_at_blocks(file_range) for piece in _cut(block)]
     try:
-        with BufferedReader(path) as reader:
+        with UncachedReader(path) as reader:
 
             def compare(piece: FileRange) -> tuple[int, Fragment] | None:
                 return _compare_range(reader, piece, bytes_of(piece.tensor))
