@@ -28,7 +28,7 @@ from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.claims import LoadedBase, read_history
 from rankless.run_directory import RunDirectory
 from rankless.save.cadence import Ask, Cadence, as_cadence
-from rankless.storage.object_path import is_bucket
+from rankless.storage.store import store_of
 
 #: What is added to the path of a run directory for that of its weights.
 _SUFFIX = "-models"
@@ -117,7 +117,7 @@ def plan_model_saves(
     if every == "auto":
         raise InvalidArgumentError("save_model_every must be a number of steps or a timedelta; got 'auto'")
     if models is None:
-        if is_bucket(main.path):
+        if store_of(main.path).is_bucket(main.path):
             raise InvalidArgumentError(
                 f"{main.path} is a whole bucket: pass the run directory of the weights as models="
             )

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rankless.errors import InvalidArgumentError
 from rankless.run.run_store import run_store_of
-from rankless.storage.object_path import is_bucket
 from rankless.storage.store import store_of
 
 
@@ -43,7 +42,7 @@ class Destination:
         store = store_of(self.path)
         if self.folder and store.is_file(self.path):
             raise InvalidArgumentError(f"{self.path} is a file, but this save writes a folder: choose another path")
-        if not self.folder and (is_bucket(self.path) or store.is_directory(self.path)):
+        if not self.folder and (store.is_bucket(self.path) or store.is_directory(self.path)):
             raise InvalidArgumentError(
                 f"{self.path} is a folder, but shard=False writes one file: pass the path of a file"
             )

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
 
-from rankless.storage.object_path import ObjectPath
+#: The path of a run, in a store.
+RunPath = TypeVar("RunPath", bound=Path)
 
 #: The name of the folder of a checkpoint.
 FOLDER = re.compile(r"(?P<tag>.+)\.(?P<id>[0-9a-f]{16})")
@@ -21,7 +24,7 @@ FOLDER = re.compile(r"(?P<tag>.+)\.(?P<id>[0-9a-f]{16})")
 _SHORT_BYTES, _MOST_TAGS = 180, 1000
 
 
-def checkpoint_folder(run: ObjectPath, tag: str, folder_id: str) -> ObjectPath:
+def checkpoint_folder(run: RunPath, tag: str, folder_id: str) -> RunPath:
     """Return the prefix of the keys of a checkpoint."""
     return run / f"{tag}.{folder_id}"
 

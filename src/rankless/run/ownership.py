@@ -21,7 +21,6 @@ from rankless.formats.native import is_native, read_manifest
 from rankless.ondisk import manifest
 from rankless.ondisk.hidden_names import REMOVED, STATISTICS
 from rankless.storage import directory_trees, posix
-from rankless.storage.object_path import as_object
 from rankless.storage.store import store_of
 
 #: Whether a path is an output of one format, and the names of its files in it; ``None`` if it is none. ``tag`` is the
@@ -50,15 +49,9 @@ def _unfinished_files(path: Path, tag: str) -> frozenset[str] | None:
     del tag
     if not store_of(path).is_remote or is_native(path):
         return None
-    names, marks = _list_versions(path).keys(), frozenset({STATISTICS, REMOVED})
+    names, marks = store_of(path).list_entries(path).keys(), frozenset({STATISTICS, REMOVED})
     tensors = {name for name in names if name.endswith(".safetensors") and has_our_checksums(path / name)}
     return marks.union(tensors, (name for name in names if name.endswith(".json"))) if tensors else marks
-
-
-def _list_versions(path: Path) -> dict[str, str]:
-    """Return the versions of the objects below a path, by their names."""
-    folder = as_object(path)
-    return {str(info.path.relative_to(folder)): info.etag for info in folder.store.list_objects(folder)}
 
 
 def _busy_error(path: Path) -> StorageError:
@@ -166,12 +159,13 @@ class Replaceable(msgspec.Struct, frozen=True):
 
         Raises ``StorageError`` if other jobs change them all the time.
         """
-        versions = _list_versions(path)
+        store = store_of(path)
+        versions = store.list_entries(path)
         for _ in range(_LOOKS):
             names = frozenset(versions)
             owned = (self._prove(path, self.tag) if names else None) or frozenset()
             # Another job may have removed or replaced its output after the objects were listed.
-            if names <= owned or versions == (versions := _list_versions(path)):
+            if names <= owned or versions == (versions := store.list_entries(path)):
                 return SortedObjects(names & owned, names - owned)
         raise _busy_error(path)
 

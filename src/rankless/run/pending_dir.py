@@ -36,7 +36,6 @@ from rankless.run.pending_lock import PendingLock, acquire_lock
 from rankless.run.run_store import run_store_of
 from rankless.storage import atomic_rename, directory_trees, posix
 from rankless.storage.filesystem_kind import find_bucket_mount
-from rankless.storage.object_path import is_bucket
 from rankless.storage.store import store_of
 
 #: The directories for which this process has warned of a mounted bucket.
@@ -291,7 +290,7 @@ def check_destination(final: Path) -> None:
     Raises ``TagExistsError`` if the path exists, and ``InvalidArgumentError`` if it is a bucket, or inside a rankless
     checkpoint, whose manifest lists all files in it.
     """
-    if is_bucket(final):
+    if store_of(final).is_bucket(final):
         raise InvalidArgumentError(f"{final} is a bucket: choose a path in it")
     run, store = run_store_of(final.parent), store_of(final)
     run.check_output_name(final.name)
@@ -299,7 +298,7 @@ def check_destination(final: Path) -> None:
     if run.has_tag(final.name) or is_link or store.path_exists(final):
         raise TagExistsError(f"{final} exists already; choose another path, or remove it first")
     for folder in final.resolve().parents:
-        if is_bucket(folder):  # it is no checkpoint
+        if store_of(folder).is_bucket(folder):  # it is no checkpoint
             break
         info = read_info(folder, folder.name) if is_native(folder) else None
         if info is not None and info.status == "complete" and not is_run_directory(folder):

@@ -1,4 +1,4 @@
-"""What keeps a checkpoint from being removed to save space: pins, aliases, and files of somebody else in it.
+"""The protection of checkpoints from being removed to save space: pins, aliases, and files of somebody else in them.
 
 Retention asks it on rank 0 after the commit of a save, ``rankless prune`` in its process. Both ask before and after
 they have taken the lock of a removal.

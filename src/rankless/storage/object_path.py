@@ -78,11 +78,6 @@ def as_object(path: Path) -> ObjectPath:
     return path
 
 
-def is_bucket(path: Path) -> bool:
-    """Return whether a path is the root of a bucket. No object can have it: a write would create the bucket."""
-    return isinstance(path, ObjectPath) and not path.key
-
-
 def is_canonical(key: str) -> bool:
     """Return whether a path stands for exactly this key. Others have empty names, such as those of folder markers."""
     return not {"", ".", ".."} & {*key.split("/")}

@@ -68,11 +68,17 @@ class Store(Protocol):
     def path(self, location: str) -> Path:
         """Return the path that a text means in this store."""
 
+    def is_bucket(self, path: Path) -> bool:
+        """Return whether a path is the root of a bucket. Nothing can be written there: a write would create it."""
+
     def make_folder(self, folder: Path) -> None:
         """Create a directory, and make it durable, if the store has directories."""
 
     def list_entries(self, folder: Path) -> dict[str, str]:
-        """List the files in a directory with what changes if their bytes do: empty if only a look at each tells it."""
+        """List the files in a directory with what changes if their bytes do: empty if only a look at each tells it.
+
+        In an object store also those below it, by their names relative to it.
+        """
 
     def create_small(self, path: Path, data: bytes) -> bool:
         """Write a small file in one step, unless it exists. Return whether this call has written it."""
@@ -230,6 +236,12 @@ class PosixStore:
     is_remote: ClassVar[bool] = False
 
     path = staticmethod(Path)
+
+    def is_bucket(self, path: Path) -> bool:
+        """See :class:`Store`. There are none."""
+        del path
+        return False
+
     make_folder = staticmethod(posix.make_durable_directory)
     create_small = staticmethod(create_small)
     list_names = staticmethod(posix.list_names)

@@ -119,6 +119,10 @@ class ObjectReads(ABC):
                 return None
             raise
 
+    def is_bucket(self, path: Path) -> bool:
+        """See :class:`~rankless.storage.store.Store`."""
+        return not as_object(path).key
+
     def make_folder(self, folder: Path) -> None:
         """See :class:`~rankless.storage.store.Store`. There are no directories."""
         del folder
@@ -215,7 +219,8 @@ class ObjectReads(ABC):
 
     def list_entries(self, folder: Path) -> dict[str, str]:
         """See :class:`~rankless.storage.store.Store`."""
-        return {info.path.name: info.etag for info in self.list_objects(as_object(folder))}
+        prefix = as_object(folder)
+        return {str(info.path.relative_to(prefix)): info.etag for info in self.list_objects(prefix)}
 
     def list_files(self, folder: Path) -> list[Path]:
         """See :class:`~rankless.storage.store.Store`."""
