@@ -83,6 +83,8 @@ class _BegunFolder(msgspec.Struct, frozen=True, array_like=True):
     partial: list[int] = []
     #: The files, by number, that are links to files with the same record: they may be unchanged.
     shared: list[int] = []
+    #: Whether ranges of files can be cloned, as far as is known.
+    clones: bool = True
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -138,7 +140,8 @@ class RunFolderOutput:
 
         self._incremental = IncrementalSave(self._session, base.path, base.versions)
         self._incremental.set_plan(plan, tensors.tensors, tensors.number)
-        return _encode(_Samples(base.id, self._incremental.sample_files(tensors.frozen)))
+        samples = self._incremental.sample_files(tensors.frozen, clones=self._known.sharing.clones)
+        return _encode(_Samples(base.id, samples))
 
     def is_committed(self, checkpoint_id: str) -> bool:
         """See :class:`RunOutput`. Raises ``StorageError`` if that cannot be found out."""
@@ -162,7 +165,7 @@ class RunFolderOutput:
             self._begun = _BegunFolder(saved.run, name, shared=self._link_known(saved, records))
         else:
             whole, some = self._create_files([] if self._incremental is None else self._select_samples(saved, posted))
-            self._begun = _BegunFolder(saved.run, name, whole, some)
+            self._begun = _BegunFolder(saved.run, name, whole, some, clones=self._known.sharing.clones)
         return _encode(self._begun)
 
     def _make_pending(self, run: str, name: str) -> PendingDirectory:
@@ -238,6 +241,9 @@ class RunFolderOutput:
         self._pending.create(sum(sizes) - sum(sizes[number] for number in chosen.numbers()))
         linked = chosen.restrict_to(self._link_files(base, chosen.numbers()))
         self._files.create_files(existing=set(linked.numbers()))
+        written = [file.path for number, file in enumerate(self._plan.files) if number not in linked.numbers()]
+        if written:
+            self._known.sharing.try_to_clone(base.path / written[0], self._pending.path / written[0])
         return linked.whole, linked.partial
 
     def _link_files(self, base: BaseCheckpoint, numbers: Sequence[int]) -> Sequence[int]:
@@ -254,6 +260,7 @@ class RunFolderOutput:
         self._begun = decoded = msgspec.msgpack.decode(begun, type=_BegunFolder)
         if self._session.rank != COORDINATOR_RANK:
             self._pending = self._make_pending(decoded.run, decoded.id)
+            self._known.sharing.clones = decoded.clones
 
     def omit_unchanged(self, *, trusts_versions: bool) -> SavePlan:
         """See :class:`RunOutput`."""

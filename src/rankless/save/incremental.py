@@ -97,7 +97,7 @@ class IncrementalSave:
         """Set the plan of the save and this rank's tensors. ``number`` counts the saves with this plan."""
         self._plan, self._tensors, self._number = plan, tensors, number
 
-    def sample_files(self, frozen: Collection[tuple[str, str]]) -> list[FileSamples]:
+    def sample_files(self, frozen: Collection[tuple[str, str]], *, clones: bool) -> list[FileSamples]:
         """Compare samples of this rank's tensors with the base. Return the samples of each file.
 
         ``frozen`` are the parameters without gradients.
@@ -105,7 +105,7 @@ class IncrementalSave:
         Called on each rank when its output prepares, in the vote "preparing the save".
         """
         numbers = {number for number, key in enumerate(self._plan.tensors) if key in frozen}
-        return self._compare(self._tensors).sample_files(numbers)
+        return self._compare(self._tensors).sample_files(numbers, clones=clones)
 
     def choose_candidates(self, samples: Sequence[Sequence[FileSamples]], *, clones: bool) -> Candidates:
         """Return the files that may be unchanged, by the samples of all ranks, if sharing them saves much.

@@ -76,11 +76,12 @@ class BaseComparison:
         self._plan, self._shard_of, self._folder, self._number = plan, shard_of, folder, number
 
     @traced("sample the files before", "hash")
-    def sample_files(self, frozen: Collection[int]) -> list[FileSamples]:
+    def sample_files(self, frozen: Collection[int], *, clones: bool) -> list[FileSamples]:
         """Compare samples of each file: of the ``frozen`` tensors, and of the others, which show a change sooner.
 
         Others on accelerators count as changed: a read of them would wait for all that the caller has enqueued. So of a
-        file with such tensors only those that are frozen are compared.
+        file with such tensors only those that are frozen are compared. Without ``clones``, parts of files cannot be
+        shared: so the first sample that differs ends the comparison of its file.
         """
         ranges = self._ranges_by_file()
         tensors = {file_range.tensor for of_file in ranges.values() for file_range in of_file}
@@ -89,7 +90,7 @@ class BaseComparison:
             tensor for tensor in tensors.difference(frozen) if devices and self._shard_of(tensor).device in devices
         }
         return [
-            self._sample_file(number, ranges.get(number, ()), frozen, changed)
+            self._sample_file(number, ranges.get(number, ()), frozen, changed, clones=clones)
             for number in range(len(self._plan.files))
         ]
 
@@ -164,12 +165,23 @@ class BaseComparison:
         return matching
 
     def _sample_file(
-        self, number: int, ranges: Sequence[FileRange], frozen: Collection[int], changed: Collection[int]
+        self,
+        number: int,
+        ranges: Sequence[FileRange],
+        frozen: Collection[int],
+        changed: Collection[int],
+        *,
+        clones: bool,
     ) -> FileSamples:
         has_changed = any(part.tensor in changed for part in ranges)
+        if has_changed and not clones:
+            return FileSamples(all_match=False, any_match=False)
         parts = [[part for part in ranges if (part.tensor in frozen) == is_frozen] for is_frozen in (False, True)]
         compared = parts[1:] if has_changed else parts
-        matches = self._compare(number, [part for of in compared for part in _spread(of, _SAMPLES, self._number)])
+        sampled = [part for of in compared for part in _spread(of, _SAMPLES, self._number)]
+        if not clones and sampled and not all(self._compare(number, sampled[:1])):
+            return FileSamples(all_match=False, any_match=False)
+        matches = self._compare(number, sampled)
         return FileSamples(all(matches) and not has_changed, any(matches))
 
     def _compare(self, number: int, ranges: Sequence[FileRange]) -> list[bool]:
