@@ -47,8 +47,9 @@ class _DefaultDirectories:
         except TypeError:  # a setting is of a type without a hash: the checks of the directory name it
             return self._create_directory(*settings)
         self._directories[settings] = directory  # now it is the most recently used one
-        if len(self._directories) > _MAX_DEFAULTS:
-            del self._directories[next(iter(self._directories))]
+        without_tier = [known for known in self._directories if known[3] is None]
+        if len(without_tier) > _MAX_DEFAULTS:  # a tier may have a checkpoint that is to be drained at the end
+            del self._directories[without_tier[0]]
         return directory
 
     def _create_directory(
@@ -60,8 +61,10 @@ class _DefaultDirectories:
 
     def drain(self) -> None:
         """Write what only a local tier has into its run directory."""
+        failures = DeferredErrors()
         for directory in self._directories.values():
-            directory.drain()
+            failures.run(directory.drain)
+        failures.raise_first()
 
     def clear(self) -> None:
         """Forget all run directories, and what was loaded and saved."""

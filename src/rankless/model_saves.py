@@ -69,7 +69,7 @@ class ModelSaves:
             claim_incarnation(self._directory.path, history, warns=False)
             return msgspec.msgpack.encode(base)
 
-        raw = self._directory.ask_rank_0(claim)
+        raw = self._directory.ask_rank_0(claim, "continuing the saved weights")
         if raw and self._directory.rank != COORDINATOR_RANK:
             history.note_loaded(msgspec.msgpack.decode(raw, type=LoadedBase), resumes=True)
         self._cadence.restart()

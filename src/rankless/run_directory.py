@@ -536,13 +536,13 @@ class RunDirectory:
         session = self._current_ranks().open_session(self._timeout)
         vote_same_call(session, "beginning", lambda: call, lambda: b"", check_and_agree)
 
-    def ask_rank_0(self, decide: Callable[[], bytes]) -> bytes:
+    def ask_rank_0(self, decide: Callable[[], bytes], phase: str = "deciding when to save") -> bytes:
         """Return what ``decide`` returns on rank 0. All ranks must call it; they wait for each other.
 
-        :class:`rankless.Checkpointer` and :mod:`rankless.model_saves` call it: it is the vote "deciding when to save".
+        :class:`rankless.Checkpointer` and :mod:`rankless.model_saves` call it: it is a vote called ``phase``.
         """
         session = self._current_ranks().open_session(self._timeout)
-        _, raw = session.vote("deciding when to save", lambda: None, lambda _: b"", lambda _: decide())
+        _, raw = session.vote(phase, lambda: None, lambda _: b"", lambda _: decide())
         session.leave()
         return raw
 

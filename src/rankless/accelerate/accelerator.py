@@ -18,6 +18,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import DistributedType
 
 from rankless.api import finalize, restore, save_checkpoint
+from rankless.engine.comm.collective_call import collective_call
 from rankless.errors import InvalidArgumentError, NoCheckpointError
 from rankless.ondisk.validation import check_choice
 from rankless.options import FROZEN
@@ -55,6 +56,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the package 
             )
         self._async_save, self._frozen = async_save, frozen
 
+    @collective_call(None)
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
         """Save the state of everything that was prepared or registered. Every rank must call it.
 
@@ -93,6 +95,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the package 
         configuration.iteration += 1
         return str(handle.path)
 
+    @collective_call(None)
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
     ) -> None:

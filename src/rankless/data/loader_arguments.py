@@ -36,7 +36,7 @@ def check_arguments(loader: str, batch_size: object, seed: object, options: dict
     refused = _ORDER_OPTIONS & options.keys()
     if refused:
         raise InvalidArgumentError(f"{min(refused)}: a {loader} decides the order of samples itself; leave it out")
-    if not isinstance(batch_size, int) or batch_size < 1:
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise InvalidArgumentError(f"batch_size must be a number of samples, at least 1; got {batch_size!r}")
     if not isinstance(seed, int) or not 0 <= seed < 2**64:
         raise InvalidArgumentError(f"seed must be an integer from 0 to 2**64 - 1; got {seed!r}")

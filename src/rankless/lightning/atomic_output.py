@@ -47,8 +47,12 @@ def atomic_output(path: Path, replaceable: Replaceable, timeout: float = 600.0) 
 
     try:
         _, name = session.vote("preparing the save", lambda: None, lambda _: b"", create_pending)
-        if session.rank != COORDINATOR_RANK:
-            confirm_lock(path.parent / name.decode())
+
+        def look() -> None:
+            if session.rank != COORDINATOR_RANK:
+                confirm_lock(path.parent / name.decode())
+
+        session.run_on_all("looking at the pending folder", look)
         failure: BaseException | None = None
         try:
             yield path.parent / name.decode() / path.name

@@ -141,19 +141,23 @@ class LightningCheckpoints:
     def remove_when_durable(self, removal: Callable[[], object]) -> None:
         """Run a removal once everything that was saved is durable; at once if it already is.
 
-        Rank 0 calls it.
+        Rank 0 calls it. It raises no error of a save: other ranks do not call it, and would go on. The next save or
+        load raises it on all ranks.
         """
         self._removals.append(removal)
-        if self._handle is None or self._handle.done():
-            self.finish_pending()
+        if self._handle is None or (self._handle.done() and not self._handle.has_failed()):
+            self._run_removals()
 
     def finish_pending(self) -> None:
         """Wait for the save in progress, then run the pending removals. Raises the error of the save.
 
         Each rank calls it, before the next save or load and at the end of the training.
         """
-        removals, self._removals = self._removals, []
         finalize()
+        self._run_removals()
+
+    def _run_removals(self) -> None:
+        removals, self._removals = self._removals, []
         for removal in removals:
             removal()
 

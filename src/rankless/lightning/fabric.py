@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from rankless.engine.comm.collective_call import collective_call
 from rankless.errors import InvalidArgumentError, MismatchError
 from rankless.formats.native import is_native
 from rankless.lightning.atomic_output import atomic_output
@@ -93,6 +94,7 @@ class _FabricStrategy(Strategy):
         content = {"keys": keys, "state": others}
         self._checkpoints.save(path, _single_state(models), _single_state(split.optimizers), content, step=None)
 
+    @collective_call(None)
     def load_checkpoint(
         self,
         path: str | Path,

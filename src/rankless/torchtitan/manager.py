@@ -163,12 +163,21 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # the pac
         """Load a checkpoint. One of torchtitan has the values of stateful objects as DCP stores them."""
         states = {} if model_only else self._states_to_load()
         in_dcp = {}
-        if is_dcp(path):
+        if self._is_dcp(path):
             in_dcp = {name: states.pop(name) for name in [*states] if name not in _TENSOR_STATES}
         components = {"model": self.model_parts} | _name_components(states)
         restore(path, tag, **components, cast_dtype=cast_dtype, timeout=self.config.timeout)
         if in_dcp:
             dcp_load(in_dcp, storage_reader=FileSystemReader(path))
+
+    def _is_dcp(self, path: Path) -> bool:
+        """Return whether a checkpoint is one of torchtitan, as rank 0 sees it: all ranks must take the same way."""
+        session = self._ranks.open_session(self.config.timeout)
+        _, raw = session.vote(
+            "finding the format", lambda: None, lambda _: b"", lambda _: b"dcp" if is_dcp(path) else b""
+        )
+        session.leave()
+        return bool(raw)
 
     def _states_to_load(self) -> dict[str, Any]:
         excluded = self.config.exclude_from_loading

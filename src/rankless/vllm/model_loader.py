@@ -65,6 +65,8 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
         self._late_steps: ExitStack | None = None
         #: The prefix of the names and the weights of each source, while the model takes them.
         self._opened: list[tuple[str, ModelWeights]] = []
+        #: Those that were opened for a reload, until vLLM asks for the first tensor.
+        self._reloaded: list[tuple[str, ModelWeights]] = []
         #: The weights whose report is not logged yet.
         self._unreported: list[ModelWeights] = []
 
@@ -141,13 +143,17 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
         with ExitStack() as loads:
             for source in self._list_sources(model, model_config):
                 self._opened.append((source.prefix, loads.enter_context(self._open(source))))
-            _check_names(model, self._opened)
+            opened, self._opened = self._opened, []
+            _check_names(model, opened)
+            self._reloaded = opened
             return loads.pop_all()
 
     def _iterate_reload(self, loads: ExitStack) -> Generator[tuple[str, torch.Tensor], None, None]:
         with loads:
-            yield from self._iterate_opened()
-            for _, weights in self._opened:
+            opened, self._reloaded = self._reloaded, []
+            for prefix, weights in opened:
+                yield from ((prefix + name, tensor) for name, tensor in weights)
+            for _, weights in opened:
                 weights.read_held()  # vLLM finishes some layers after the last tensor
                 self._unreported.append(weights)
         self._log_reports()

@@ -41,8 +41,12 @@ METADATA = ".metadata"
 #: The metadata file of each rank, if the checkpoint was saved with ``use_collectives=False``.
 _RANK_METADATA = re.compile(r"__(0|[1-9]\d{0,8})\.metadata")
 
-#: The names of the files that a save of a distributed checkpoint writes, by us or by torch.
-_OWNED = re.compile(rf"__\d+_\d+\.distcp|__\d+\.metadata|{re.escape(METADATA)}|{re.escape(checksums_json.NAME)}")
+#: The names of the files that a save of a distributed checkpoint writes, by us or by torch. Those of a save into an
+#: object store have a digest in them, also in a copy on a disk.
+_OWNED = re.compile(
+    rf"__\d+_\d+(-[0-9a-f]{{16}})?\.distcp|__\d+\.metadata|{re.escape(METADATA)}|{re.escape(checksums_json.NAME)}"
+    r"|checksums-[0-9a-f]{16}\.json"
+)
 
 
 def is_dcp(path: Path) -> bool:
