@@ -42,7 +42,10 @@ def compare_values(left: Any, right: Any, path: str = "") -> Iterator[ValueDiffe
     """Iterate over the leaves that differ, in the order of the first tree. Lists of different lengths are one leaf."""
     left, right = _as_mapping(left), _as_mapping(right)
     if isinstance(left, TensorPlaceholder) != isinstance(right, TensorPlaceholder):
-        left, right = _as_placeholder(left), _as_placeholder(right)  # one format has arrays apart, the other inside
+        left, right = (
+            _as_placeholder(left),
+            _as_placeholder(right),
+        )  # one format stores arrays apart from the values, the other in them
     if type(left) is type(right) and isinstance(left, Mapping):
         yield from _compare_members(left, right, path)
     elif type(left) is type(right) and isinstance(left, list | tuple) and len(left) == len(right):

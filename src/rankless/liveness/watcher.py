@@ -1,7 +1,7 @@
 """The thread that posts the heartbeats of this rank and looks for the loss of others.
 
 :class:`~rankless.liveness.watch.Watch` starts and stops one on each rank, in the main thread. The thread must never
-wait for the training, nor raise into it other than by its :class:`~rankless.liveness.rank_loss_reaction.Reaction`.
+wait for the training, and raises an error in it only by its :class:`~rankless.liveness.rank_loss_reaction.Reaction`.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class Watcher:
         self._reaction.finish(self._closing)
 
     def _leave(self) -> None:
-        """Say farewell. Rank 0 stays until the others know what they must: the store may end with its process."""
+        """Say farewell. Rank 0 stays until the others have read it: the store may end with its process."""
         if not self._has_joined:
             return
         if self._error is not None and self._loss is None:

@@ -1,7 +1,7 @@
-"""Transfers between hosts in a load: the bytes that ranks of one need and that are in parts on others.
+"""Transfers between hosts in a load: the bytes that the ranks of a host need, from the parts that other hosts have.
 
 They are put into files of the tier at the same offsets. After that, the load is an ordinary one, from files of the
-host. The parts are verified meanwhile: that keeps processors busy, and this the network.
+host. The parts are verified meanwhile: a verification needs the processors, a transfer the network.
 
 :mod:`rankless.load.tier_load` runs it on every rank after the vote "matching …", before anything of the caller's has
 changed. A second thread of each rank verifies meanwhile.

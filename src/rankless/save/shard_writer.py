@@ -42,7 +42,7 @@ _UNSYNCED_BYTES = 16 * 2**20
 class ShardWriter:
     """The writer of one rank's share of a save plan. ``tensors`` are the rank's shards, by group and name.
 
-    ``attempt`` counts the writes in a session of which an earlier one may have left messages.
+    ``attempt`` counts the writes in a session: an earlier write may have left messages.
 
     What the methods read follows what the caller has enqueued on the accelerators that hold the tensors.
     """

@@ -1,7 +1,9 @@
 """Schedulers: their state is stored with their class, so that it is not loaded into another class.
 
 A save calls it on each rank in its first vote (:mod:`rankless.state.capture`), a load while it matches and when it puts
-values in place (:mod:`rankless.state.restore`). The form of :func:`scheduler_values` is in ``state.json``.
+values in place (:mod:`rankless.state.restore`). The form of :func:`scheduler_entries` is in
+``state.json``, and that of :func:`scheduler_values` in the file of one scheduler
+(:mod:`rankless.components.scheduler_file`): old files must stay readable.
 """
 
 from __future__ import annotations

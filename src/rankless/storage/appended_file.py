@@ -3,7 +3,8 @@
 A write to a file that was opened with ``O_APPEND`` goes to its end, also if another process has just written there: on
 a local file system lines never mix. On NFS one may overwrite another, so readers must skip what is no line of theirs.
 
-:mod:`rankless.run.journal` alone uses it, on rank 0 of a job, which appends while other jobs may do so, too.
+:class:`rankless.run.folder_run_store.FolderRunStore` keeps the journal of a run in one: rank 0 of jobs and ``rankless
+prune`` append at any time, and any process reads.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def append_line(path: Path, line: bytes, *, limit: int, older: Path, create: boo
 
     If the file has ``limit`` bytes or more, it is renamed to ``older`` first, in place of the file there. A missing
     file is created if ``create`` is true; otherwise nothing is written. Each line begins with a line break, too, so
-    one that was torn by a crash spoils no other.
+    a line that a crash has cut does not spoil the next one.
     """
     with wrap_os_errors("append to", path):
         fd = _open_to_append(path, limit, create=create)

@@ -1,16 +1,17 @@
-"""Parity over groups of hosts: a lost part is computed from those of the other hosts.
+"""Parity over groups of hosts: a lost part is computed from the parts of the other hosts.
 
-Copies double the memory. Parity over ``k`` hosts takes one ``k - 1``-th more, and survives the loss of one of them.
+Copies double the memory. Parity over ``k`` hosts takes ``1 / (k - 1)`` more, and survives the loss of one.
 
 A group has one rank of each of its hosts: its *members*, numbered from 0. Each part is cut into ``k - 1`` chunks of
 equal size, and zeros fill the last one. Chunk ``c`` of member ``i`` counts for member ``(i + 1 + c) mod k``, which
 keeps the exclusive or of one chunk of each other member: its *parity*. So each member sends as much as for a copy.
 
-A lost chunk is the exclusive or of the parity that it counts for and of the other chunks that this one consists of.
+A lost chunk is the exclusive or of two: of the parity that it counts for, and of the other chunks in that parity.
 This is the scheme of SCR's ``XOR`` (https://scr.readthedocs.io).
 
 :mod:`rankless.save.tier_stage` makes parity on every rank when a generation is complete, in the background thread of an
-asynchronous save; :mod:`rankless.tier.rebuild` computes lost parts by the same rules. Which chunk counts for which
+asynchronous save; :mod:`rankless.tier.rebuild` computes lost parts by the same rules,
+and each rank of a load checks a share of them (:mod:`rankless.load.part_assembler`). Which chunk counts for which
 member decides what parities on disks mean.
 """
 

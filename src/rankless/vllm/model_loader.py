@@ -58,7 +58,7 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
             )
         self._options = LoaderOptions.from_config(load_config.model_loader_extra_config or {})
         super().__init__(dataclasses.replace(load_config, load_format="safetensors", model_loader_extra_config={}))
-        #: Where the weights are, if not in the model's own files: it is not for a draft model.
+        #: The place of the weights, if they are not in the model's own files. A draft model has its own.
         self._path = self._options.path
         self._is_draft = False
         #: What :meth:`load_model` ends with, while it runs.

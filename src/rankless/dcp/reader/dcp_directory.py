@@ -1,7 +1,8 @@
 """Reading a folder of ``torch.distributed.checkpoint``: its metadata, and the saved tree with tensors in chunks.
 
 Readers of Accelerate, Lightning, Megatron and DCP call :func:`read_tree`, each on each rank that opens a checkpoint;
-:mod:`rankless.run.ownership` asks :func:`find_owned_files` on rank 0 before a folder is replaced. A chunk is checked
+:mod:`rankless.run.ownership` asks :func:`find_owned_files` on rank 0 before a folder is replaced: a name too many in it
+would remove a file of the user's. Writers of DCP's files and torchtitan ask whether a folder is one. A chunk is checked
 against its file before it is read.
 """
 
@@ -60,7 +61,7 @@ def is_dcp(path: Path) -> bool:
 def find_owned_files(path: Path) -> frozenset[str] | None:
     """Return the names of the files of a distributed checkpoint, or of an interrupted save; ``None`` if it is none.
 
-    See :mod:`rankless.run.ownership`. A save on fewer ranks than the one before leaves files that no metadata name.
+    See :mod:`rankless.run.ownership`. A save on fewer ranks than the one before leaves files that are not in its metadata.
     """
     if not store_of(path).is_directory(path):
         return None

@@ -3,8 +3,9 @@
 A rank knows its own bytes. This map tells it, for a few bytes of a file, whose bytes lie next to its own: every rank
 derives the same answer from the specs of all ranks, without a message.
 
-:mod:`rankless.engine.plan.writer_cells` asks it on every rank, while it plans a save from several hosts or an upload.
-All ranks must get the same pieces and fractions.
+:mod:`rankless.engine.plan.save_plan` and, for conversions, :mod:`rankless.conversion.work_shares` build the map;
+:mod:`rankless.engine.plan.writer_cells` asks it on every rank, if several hosts write or parts are uploaded. All ranks
+must get the same pieces and fractions.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class WriterMap:
         return before
 
     def fraction_before(self, file: int, position: int) -> float:
-        """Return which part of the bytes of tensors of its kind is before a byte of a tensor."""
+        """Return the fraction of the bytes of a kind of tensors that lies before a byte of one of them."""
         number = bisect_right(self._starts[file], position) - 1
         span = self._spans[file][number]
         kind = self._tensor_writers.kind_of(span.tensor)

@@ -3,7 +3,8 @@
 So several processes can write the storages in any order. The bytes that depend on their CRCs are written last.
 Source: ``caffe2/serialize/inline_container.cc`` of torch 2.13, and the miniz that comes with it.
 
-The writer of NxD's files lays files out with it. torch reads the bytes, so their form must stay that of ``torch.save``.
+The writer of the files of NeuronX Distributed lays files out with it, in the process of rank 0
+(:mod:`rankless.nxd.writer.rank_file_plan`). torch reads the bytes, so their form must stay that of ``torch.save``.
 """
 
 from __future__ import annotations
