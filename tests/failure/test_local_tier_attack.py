@@ -352,3 +352,12 @@ def _save_last_step(base: Path, step: int, ends_well: bool) -> None:
     save_steps(directory, step)
     if ends_well:
         directory.finalize()
+
+
+def test_what_only_a_tier_has_is_drained_however_many_directories_were_used_since(tmp_path: Path) -> None:
+    tier = rankless.LocalTier(tmp_path / "tier", drain_every=10**6)
+    rankless.save_checkpoint(tmp_path / "run", "s", {"w": torch.ones(3)}, local=tier)
+    for number in range(20):
+        rankless.save_checkpoint(tmp_path / f"other {number}", "s", {"w": torch.ones(3)})
+    rankless.finalize()
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path / "run")] == ["s"]

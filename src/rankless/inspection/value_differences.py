@@ -45,7 +45,7 @@ def compare_values(left: Any, right: Any, path: str = "") -> Iterator[ValueDiffe
         left, right = (
             _as_placeholder(left),
             _as_placeholder(right),
-        )  # one format stores arrays apart from the values, the other in them
+        )  # one format stores arrays apart, the other in the values
     if type(left) is type(right) and isinstance(left, Mapping):
         yield from _compare_members(left, right, path)
     elif type(left) is type(right) and isinstance(left, list | tuple) and len(left) == len(right):

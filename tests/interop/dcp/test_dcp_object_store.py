@@ -319,3 +319,18 @@ def test_all_ranks_upload_and_load(tmp_path: Path, ranks: Ranks) -> None:
             listed = ranks(size, _save_from_ranks, endpoint, value, str(tmp_path))
             assert all(entry == listed[0] for entry in listed)
             assert len(listed[0]) == size + 2
+
+
+def test_a_copy_on_a_disk_is_replaced_by_a_save(fake: FakeS3, tmp_path: Path) -> None:
+    """The names of its files have a digest in them, which those of a save on a disk have not."""
+    path, copy = place(fake), tmp_path / "copy"
+    save(path, 1)
+    for info in path.store.list_objects(path):
+        file = copy / str(info.path.relative_to(path))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(path.store.read_small(info.path))
+    save(copy, 2)  # type: ignore[arg-type]
+    assert load(copy) == 2  # type: ignore[arg-type]
+    (copy / "notes.distcp").write_text("mine")
+    with pytest.raises(CheckpointException, match=r"notes\.distcp"):
+        save(copy, 3)  # type: ignore[arg-type]

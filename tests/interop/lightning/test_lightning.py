@@ -1,6 +1,7 @@
 """Tests Lightning's Trainer with rankless's strategies: unchanged callbacks, resumed on other devices and layouts."""
 
 import contextlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -284,6 +285,21 @@ def test_the_last_save_is_made_although_an_earlier_one_has_failed(tmp_path: Path
     checkpoints.finish_pending()
     assert [info.tag for info in rankless.list_checkpoints(tmp_path)] == ["last.ckpt"]
     assert "last.ckpt has begun all the same" in "".join(caught.value.__notes__)
+
+
+def test_rank_0_removes_nothing_and_raises_nothing_while_a_save_has_failed(tmp_path: Path) -> None:
+    """The other ranks are not asked to remove, and go on: the next save or load raises the error on all of them."""
+    checkpoints, removed = LightningCheckpoints("native", async_save=True), []
+    with one_failing_save(1):
+        checkpoints.save(tmp_path / "a.ckpt", {"w": torch.ones(2)}, None, {}, step=1)
+        with suppress(StorageError):
+            checkpoints._handle.wait()  # type: ignore[attr-defined]
+        checkpoints.remove_when_durable(lambda: removed.append("b.ckpt"))
+        assert not removed
+        with pytest.raises(StorageError, match="an error for a moment"):
+            checkpoints.finish_pending()
+    checkpoints.finish_pending()
+    assert removed == ["b.ckpt"]
 
 
 def state_of(folder: Path) -> dict[str, bytes]:

@@ -61,7 +61,7 @@ def is_dcp(path: Path) -> bool:
 def find_owned_files(path: Path) -> frozenset[str] | None:
     """Return the names of the files of a distributed checkpoint, or of an interrupted save; ``None`` if it is none.
 
-    See :mod:`rankless.run.ownership`. A save on fewer ranks than the one before leaves files that are not in its metadata.
+    See :mod:`rankless.run.ownership`. A save on fewer ranks than the one before leaves files that its metadata lack.
     """
     if not store_of(path).is_directory(path):
         return None

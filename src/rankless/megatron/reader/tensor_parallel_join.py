@@ -1,6 +1,6 @@
 """Joining the tensors that tensor-parallel ranks have of a parameter, by Megatron's fixed rules.
 
-:mod:`rankless.megatron.reader.legacy_torch` calls it on each rank that opens an iteration of Megatron's older format. The rules must be those
+:mod:`rankless.megatron.reader.legacy_torch` calls it on each rank that opens an iteration. The rules must be those
 of Megatron: a wrong one would mix up rows.
 """
 
