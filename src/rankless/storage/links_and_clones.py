@@ -109,7 +109,9 @@ class Sharing:
             return
         self._has_tried = True
         with suppress(OSError, StorageError), _open_file(source) as fd:
-            self.clone_ranges(fd, target, [(0, mmap.PAGESIZE)], _identity_of(os.fstat(fd)))
+            identity = identify_file(source)
+            if identity is not None:
+                self.clone_ranges(fd, target, [(0, mmap.PAGESIZE)], identity)
 
     def clone_ranges(
         self, source: int, target: Path, ranges: Sequence[tuple[int, int]], identity: FileIdentity
@@ -145,10 +147,8 @@ def identify_file(path: Path) -> FileIdentity | None:
             if error.errno in {errno.ENOENT, errno.ELOOP}:
                 return None
             raise
-    return _identity_of(status) if stat.S_ISREG(status.st_mode) else None
-
-
-def _identity_of(status: os.stat_result) -> FileIdentity:
+    if not stat.S_ISREG(status.st_mode):
+        return None
     return FileIdentity(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
