@@ -39,7 +39,7 @@ SAVE_POINTS = (
     Point("posting the announcement", _POST, phase="looking at what to save"),
     Point("announcement posted", _POST, after=True, phase="looking at what to save"),
     Point("deciding for all ranks", "rankless.save.save_negotiation._decide_globally", rank_0_only=True),
-    Point("planning", "rankless.save.training_save.plan_save"),
+    Point("planning", "rankless.save.training_content.plan_save"),
     Point("comparing replicas", "rankless.engine.integrity.replica_comparison.digest_replicas"),
     Point("creating the pending directory", f"{_STAGING}.create", rank_0_only=True),
     Point("sizing a file", "rankless.storage.posix.allocate_space", rank_0_only=True),

@@ -15,8 +15,8 @@ MODULES = (
     *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"),
     *("torch.distributed.tensor.parallel", "rankless.run_directory", "rankless.api", "rankless.data.resumable_loader"),
     *("campaigns.common.points", "campaigns.common.interruption", "campaigns.resume.training"),
-    *("campaigns.tier.histories.training", "rankless.save.tier_save", "rankless.load.tier_load"),
-    *("rankless.load.fallback", "rankless.save.generation_drain"),
+    *("campaigns.tier.histories.training", "rankless.save.tier_content", "rankless.load.tier_load"),
+    *("rankless.load.fallback", "rankless.save.generation_content"),
     "pytest",  # which the modules import in which the functions of tests are
 )
 

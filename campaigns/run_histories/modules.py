@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 MODULES = (
-    *("rankless.load.fallback", "rankless.load.tier_load", "rankless.save.tier_save", "rankless.cli.prune"),
-    *("rankless.save.generation_drain", "rankless.save.object_output", "rankless.view"),
+    *("rankless.load.fallback", "rankless.load.tier_load", "rankless.save.tier_content", "rankless.cli.prune"),
+    *("rankless.save.generation_content", "rankless.save.object_output", "rankless.view"),
     *("rankless.save.offline_drain", "rankless.cli.rollback", "rankless.evaluation"),
     *("rankless.cli.alias", "rankless.run.rollback", "rankless.run.abandoned_tags"),
 )

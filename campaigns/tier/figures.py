@@ -17,7 +17,7 @@ from campaigns.tier.job import Job, running_job
 
 _MODULES = (
     "campaigns.tier.ranks",
-    "rankless.save.tier_save",
+    "rankless.save.tier_content",
     "rankless.load.tier_load",
     "rankless.load.fallback",
 )

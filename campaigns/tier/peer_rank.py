@@ -38,7 +38,7 @@ _WARM_UP = 3
 _NEVER = 10**6
 
 #: What rankless imports at the first save and load. Peers import theirs before, with their classes.
-_MODULES = ("rankless.save.tier_save", "rankless.load.tier_load", "rankless.load.fallback")
+_MODULES = ("rankless.save.tier_content", "rankless.load.tier_load", "rankless.load.fallback")
 
 
 class Tier(Protocol):

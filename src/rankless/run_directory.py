@@ -47,8 +47,9 @@ from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
 from rankless.save.job_memory import JobMemory
 from rankless.save.metrics import copy_metrics
+from rankless.save.save_operation import Content
 from rankless.save.save_request import SaveRequest
-from rankless.save.training_save import SavePlanCache, TrainingSave
+from rankless.save.training_content import SavePlanCache, TrainingContent
 from rankless.state.training import TrainingObjects
 from rankless.storage.location import parse_location
 from rankless.storage.store import store_of
@@ -279,23 +280,25 @@ class RunDirectory:
         return keep_statistics(on_event)
 
     def _run_save(self, request: SaveRequest) -> SaveHandle[CheckpointInfo]:
-        save = self._make_save(request)
+        training, content = self._make_content(request)
         try:
-            return background_saves.run_save(save, self.path, self._process_group, asynchronous=request.async_save)
+            return background_saves.run_save(content, self.path, self._process_group, asynchronous=request.async_save)
         finally:
-            if (identity := save.identity).run:
+            if (identity := training.identity).run:
                 self.history.note_saved(identity.run, identity.incarnation, identity.sequence)
 
     @traced("begin the save", "import")
-    def _make_save(self, request: SaveRequest) -> TrainingSave:
-        if self._tier is not None and self._local is not None:
-            return self._make_tier_save(request, self._tier, self._local)
-        return TrainingSave(request, self._current_ranks(), self._plans, self._known, self._timeout)
+    def _make_content(self, request: SaveRequest) -> tuple[TrainingContent, Content[CheckpointInfo]]:
+        """Return what is to be saved, and the same with the local tier in between, if there is one."""
+        tier, local, ranks = self._tier, self._local, self._current_ranks()
+        if tier is not None and local is not None:
+            request = replace(request, known_tags=tier.known_tags, local=local.describe())
+        training = TrainingContent(request, ranks, self._plans, self._known, self._timeout)
+        if tier is None or local is None:
+            return training, training
+        from rankless.save.tier_content import TierContent  # noqa: PLC0415 - other saves do not need its modules
 
-    def _make_tier_save(self, request: SaveRequest, tier: TierJob, local: LocalTier) -> TrainingSave:
-        from rankless.save.tier_save import TierSave  # noqa: PLC0415 - other saves do not need its modules
-
-        return TierSave(request, self._current_ranks(), self._plans, self._known, self._timeout, tier, local)
+        return training, TierContent(training, tier, local)
 
     def _with_progress_bar(self, label: str, on_event: OnEvent) -> AbstractContextManager[OnEvent]:
         """Return the event listener, on the coordinator combined with a progress bar."""
@@ -458,14 +461,14 @@ class RunDirectory:
 
         ``on_failure`` is that of the tier by default.
         """
-        from rankless.save.generation_drain import DrainOptions, GenerationDrain  # noqa: PLC0415 - as above
+        from rankless.save.generation_content import DrainOptions, GenerationContent  # noqa: PLC0415 - as above
 
         if tier.assembly is None or self._local is None:
             return
         options = DrainOptions(on_failure or self._local.on_failure, keep, on_event)
-        drain = GenerationDrain(self._current_ranks(), self._timeout, tier.tier, tier.assembly, options)
+        content = GenerationContent(self._current_ranks(), self._timeout, tier.tier, tier.assembly, options)
         with background_saves.path_turn(self.path, self._process_group, raises_failures=False):
-            background_saves.run_save(drain, self.path, self._process_group, asynchronous=True)
+            background_saves.run_save(content, self.path, self._process_group, asynchronous=True)
 
     def warn_of_unread_tiers(self) -> None:
         """Warn on the coordinator if jobs have used a local tier of this directory, and this one does not.

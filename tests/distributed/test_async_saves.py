@@ -18,7 +18,7 @@ from rankless import api
 from rankless.errors import RankFailedError, RanklessError, RankTimeoutError, StateError, StorageError
 from rankless.save.background import background_saves
 from rankless.save.shard_writer import ShardWriter
-from rankless.save.training_save import TrainingSave
+from rankless.save.training_content import TrainingContent
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.layouts import LAYOUTS, fill_run, local_tensor, named_tensors
 from tests.helpers.pairwise import first_of
@@ -284,7 +284,7 @@ def test_an_interrupted_save_writes_nothing_afterwards(tmp_path: Path) -> None:
 
 def test_finalize_waits_for_all_saves_also_where_one_has_failed_oddly(tmp_path: Path) -> None:
     with slow_down_writes(0.4):
-        with mock.patch.object(TrainingSave, "write_and_commit", side_effect=MemoryError):
+        with mock.patch.object(TrainingContent, "write_and_commit", side_effect=MemoryError):
             rankless.save_checkpoint(tmp_path / "x", "s", {"w": torch.ones(1)}, async_save=True)
             time.sleep(0.1)
         other = rankless.save_checkpoint(tmp_path / "y", "s", {"w": torch.ones(1)}, async_save=True)

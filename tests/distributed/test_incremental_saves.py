@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import rankless
 from rankless.errors import StorageError
 from rankless.save import drain_attempts
-from rankless.save.training_save import TrainingSave
+from rankless.save.training_content import TrainingContent
 from tests.helpers.examples import examples
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
@@ -246,7 +246,7 @@ def save_with_a_drain_that_fails_once(path: str) -> None:
     host = str(rank // 2)
     board = Path(path).parent / f"board {host}"
     board.mkdir(exist_ok=True)
-    write_files, attempts = TrainingSave.write_files, 0
+    write_files, attempts = TrainingContent.write_files, 0
 
     def fail_once(*arguments: Any) -> Any:
         nonlocal attempts
@@ -267,7 +267,7 @@ def save_with_a_drain_that_fails_once(path: str) -> None:
             for parameter in model.parameters():
                 parameter.add_(1.0 if parameter.requires_grad else 0.0)
         with (
-            mock.patch.object(TrainingSave, "write_files", fail_once),
+            mock.patch.object(TrainingContent, "write_files", fail_once),
             mock.patch.object(drain_attempts, "_FIRST_SECONDS", 0.05),
         ):
             directory.save("s001", model)

@@ -23,7 +23,7 @@ import rankless
 from rankless.engine.io.checkpoint_files import CheckpointFiles
 from rankless.save import drain_attempts
 from rankless.save.folder_output import RunFolderOutput
-from rankless.save.tier_save import TierSave
+from rankless.save.tier_content import TierContent
 from rankless.storage import mapped_file
 from rankless.tier import job
 from rankless.tier.host_folder import TierFolder
@@ -326,14 +326,14 @@ def test_a_drain_for_which_a_rank_does_not_come_is_not_tried_again(ranks: Ranks,
 def _save_with_stuck_rank(base: str, stuck: int) -> int:
     """Return how often a drain has failed."""
     events: list[rankless.Event] = []
-    drain_once = TierSave._drain_once
+    drain_once = TierContent._drain_once
 
     def come_too_late(*arguments: Any) -> Any:
         if dist.get_rank() == stuck:
             time.sleep(4)
         return drain_once(*arguments)
 
-    with mock.patch.object(TierSave, "_drain_once", come_too_late):
+    with mock.patch.object(TierContent, "_drain_once", come_too_late):
         directory = rankless.RunDirectory(
             f"{base}/run", local=tier_of(base), async_save=True, on_event=events.append, timeout=2
         )

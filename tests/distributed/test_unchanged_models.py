@@ -134,15 +134,15 @@ def test_a_file_that_is_replaced_after_the_comparison_is_no_part_of_the_save(tmp
 def test_a_file_that_is_changed_before_the_folder_is_published_fails_the_save(tmp_path: Path) -> None:
     path = tmp_path / "folder"
     save(path, shard=True)
-    from rankless.components.component_save import ComponentSave
+    from rankless.components.component_content import ComponentContent
 
-    build = ComponentSave.write_files
+    build = ComponentContent.write_files
 
     def touch(self: Any, folder: Path) -> Any:
         os.utime(path / "model.safetensors")
         return build(self, folder)
 
-    with mock.patch.object(ComponentSave, "write_files", touch), pytest.raises(StorageError, match="was changed"):
+    with mock.patch.object(ComponentContent, "write_files", touch), pytest.raises(StorageError, match="was changed"):
         save(path, shard=True)
     save(path, shard=True)
 

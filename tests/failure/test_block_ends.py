@@ -21,11 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import rankless
-from rankless.components.component_save import ComponentSave
+from rankless.components.component_content import ComponentContent
 from rankless.errors import InvalidArgumentError, MismatchError, RankTimeoutError, StorageError
-from rankless.save.save_operation import SaveOperation
-from rankless.save.tier_save import TierSave
-from rankless.save.training_save import TrainingSave
+from rankless.save.tier_content import TierContent
+from rankless.save.training_content import TrainingContent
 from rankless.storage.object_path import make_object_path
 from tests.helpers.failing_saves import one_failing_save
 from tests.helpers.fake_http import BUCKET
@@ -75,7 +74,7 @@ def test_the_last_step_is_saved_if_an_earlier_save_has_failed(
 
 def test_the_last_step_leaves_the_local_tier_if_an_earlier_save_has_failed(tmp_path: Path) -> None:
     local = rankless.LocalTier(tmp_path / "tier", drain_every=100)
-    with one_failing_save(3, TierSave), pytest.raises(StorageError, match="an error for a moment"):
+    with one_failing_save(3, TierContent), pytest.raises(StorageError, match="an error for a moment"):
         train(tmp_path / "run", 7, local=local)
     assert saved_steps(tmp_path / "run") == [7]
 
@@ -83,14 +82,14 @@ def test_the_last_step_leaves_the_local_tier_if_an_earlier_save_has_failed(tmp_p
 def test_the_last_step_is_in_the_object_store_if_an_earlier_save_has_failed() -> None:
     with FakeS3(AWS).connected():
         run = make_object_path(store_at("http://fake"), f"{BUCKET}/run")
-        with one_failing_save(3, TrainingSave), pytest.raises(StorageError, match="an error for a moment"):
+        with one_failing_save(3, TrainingContent), pytest.raises(StorageError, match="an error for a moment"):
             train(run, 7)
         assert saved_steps(run) == [2, 4, 7]
 
 
 def test_if_all_saves_fail_the_first_error_names_the_others(tmp_path: Path) -> None:
     with (
-        mock.patch.object(TrainingSave, "write_and_commit", side_effect=lambda: 1 / 0),
+        mock.patch.object(TrainingContent, "write_and_commit", side_effect=lambda: 1 / 0),
         pytest.raises(ZeroDivisionError) as caught,
     ):
         train(tmp_path, 3)
@@ -132,13 +131,13 @@ def save_one_file(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("save", "kind"),
     [
-        (save_checkpoint, TrainingSave),
-        (save_by_checkpointer, TrainingSave),
-        (save_one_file, ComponentSave),
+        (save_checkpoint, TrainingContent),
+        (save_by_checkpointer, TrainingContent),
+        (save_one_file, ComponentContent),
     ],
 )
 def test_a_save_is_made_before_it_raises_the_error_of_an_earlier_one(
-    tmp_path: Path, save: Callable[[Path, str], None], kind: type[SaveOperation[Any]]
+    tmp_path: Path, save: Callable[[Path, str], None], kind: type[Any]
 ) -> None:
     with one_failing_save(1, kind):
         save(tmp_path, "first")
@@ -161,7 +160,7 @@ def test_a_save_that_fails_leaves_the_error_of_an_earlier_one_to_finalize(tmp_pa
 def test_finalize_drains_the_tier_also_if_a_background_save_has_failed(tmp_path: Path) -> None:
     directory = rankless.RunDirectory(tmp_path / "run", local=rankless.LocalTier(tmp_path / "tier", drain_every=100))
     directory.save("first", {"w": torch.ones(2)})
-    with one_failing_save(1, TierSave):
+    with one_failing_save(1, TierContent):
         directory.save("second", {"w": torch.ones(2)}, async_save=True)
         with pytest.raises(StorageError, match="an error for a moment"):
             directory.finalize()
@@ -291,7 +290,7 @@ def test_the_end_does_not_wait_a_third_time_for_a_rank_that_is_dead(tmp_path: Pa
     checkpointer = rankless.Checkpointer(tmp_path, model=nn.Linear(2, 2), signals=(), async_save=True)
     error = RankTimeoutError("rank 1 did not arrive")
     with (
-        mock.patch.object(TrainingSave, "prepare_save", side_effect=error),
+        mock.patch.object(TrainingContent, "prepare", side_effect=error),
         mock.patch.object(rankless.RunDirectory, "drain") as drain,
         pytest.raises(RankTimeoutError, match="rank 1"),
         checkpointer,

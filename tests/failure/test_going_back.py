@@ -433,7 +433,7 @@ class TestOtherJobs:
 
             ahead = SimpleNamespace(time=lambda: time.time() + seconds_ahead[0])
             with (
-                mock.patch("rankless.save.training_save.time", ahead),
+                mock.patch("rankless.save.training_content.time", ahead),
                 mock.patch.object(owner, name, publish_late),
                 pytest.raises(rankless.TagExistsError, match="is newer, and left as it is"),
             ):

@@ -21,7 +21,7 @@ from rankless.errors import RankFailedError, SpaceShortageError
 from rankless.load import selection, tier_generations
 from rankless.run.pending_dir import PendingDirectory
 from rankless.save.folder_output import RunFolderOutput
-from rankless.save.generation_drain import GenerationDrain
+from rankless.save.generation_content import GenerationContent
 from rankless.tier.copies_on_hosts import PartCopies
 from rankless.tier.job import TierJob
 from tests.helpers.killed_jobs import run_killed_job
@@ -263,7 +263,7 @@ def test_a_job_that_was_replaced_right_after_its_load_says_so(tmp_path: Path) ->
     run_killed_job(job_that_saves, tmp_path, 1)
     directory = open_run(tmp_path)
     with (
-        stopped_before(GenerationDrain, "_map_parts", lambda: run_killed_job(job_that_saves, tmp_path, 2, 3)),
+        stopped_before(GenerationContent, "_map_parts", lambda: run_killed_job(job_that_saves, tmp_path, 2, 3)),
         pytest.raises(rankless.StateError, match="another job has continued the run"),
     ):
         directory.restore(None, state_of(-1), resume=True)
@@ -289,7 +289,7 @@ def test_a_late_checkpoint_from_which_the_other_job_continued_stays(tmp_path: Pa
 
 def _begin_from_tier(base: Path) -> None:
     """Load step 2, and be killed before it is drained."""
-    with mock.patch.object(GenerationDrain, "follow_up", side_effect=rankless.StateError("killed")):
+    with mock.patch.object(GenerationContent, "follow_up", side_effect=rankless.StateError("killed")):
         assert open_run(base).restore(None, state_of(-1), resume=True).step == 2
 
 

@@ -21,7 +21,7 @@ from tests.helpers.run_directories import list_names
 #: What is called in a save over three tensor-parallel ranks, stripes between them included, and in a load.
 SAVING = [
     "rankless.save.save_negotiation.capture_training",
-    "rankless.save.training_save.plan_save",
+    "rankless.save.training_content.plan_save",
     "rankless.engine.integrity.replica_comparison.digest_replicas",
     "rankless.engine.io.p2p.P2PExchange.receive",
     "rankless.storage.direct_io.DirectWriter.write",
@@ -35,7 +35,7 @@ SAVING = [
     "rankless.save.shard_writer.write_file_ranges",
 ]
 LEADING = [
-    "rankless.save.training_save.next_identity",
+    "rankless.save.training_content.next_identity",
     "rankless.run.pending_dir.PendingDirectory.create",
     "rankless.run.pending_dir.PendingDirectory.publish",
 ]
@@ -166,7 +166,7 @@ def stalling(path: str, where: str) -> float:
     return seconds
 
 
-@first_of(1, "where", ["rankless.engine.io.p2p.P2PExchange.send", "rankless.save.training_save.plan_save"])
+@first_of(1, "where", ["rankless.engine.io.p2p.P2PExchange.send", "rankless.save.training_content.plan_save"])
 def test_a_rank_that_stalls_is_named_within_the_timeout(ranks: Ranks, tmp_path: Path, where: str) -> None:
     first, _, last = ranks(3, stalling, str(tmp_path), where)
     assert max(first, last) < 2 * 2.0 + 2

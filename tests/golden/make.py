@@ -46,7 +46,7 @@ def fixed(name: str) -> Iterator[None]:
     with (
         mock.patch("rankless.run.catalog.secrets", SimpleNamespace(token_hex=lambda _: next(drawn))),
         mock.patch("rankless.run.claims.secrets", SimpleNamespace(token_hex=lambda _: next(drawn))),
-        mock.patch("rankless.save.training_save.time", SimpleNamespace(time=lambda: 1767225600.25)),
+        mock.patch("rankless.save.training_content.time", SimpleNamespace(time=lambda: 1767225600.25)),
         mock.patch(
             "rankless.save.build_manifest.Provenance", lambda *known: Provenance("0.1.0", "2.13.0", "3.11.0", known[3])
         ),

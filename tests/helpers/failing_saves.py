@@ -8,12 +8,11 @@ from typing import Any
 from unittest import mock
 
 from rankless.errors import StorageError
-from rankless.save.save_operation import SaveOperation
-from rankless.save.training_save import TrainingSave
+from rankless.save.training_content import TrainingContent
 
 
 @contextmanager
-def one_failing_save(number: int, kind: type[SaveOperation[Any]] = TrainingSave) -> Iterator[None]:
+def one_failing_save(number: int, kind: type[Any] = TrainingContent) -> Iterator[None]:
     """Let one save of this process fail after its call has returned, as if the disk had failed for a moment."""
     write, calls = kind.write_and_commit, iter(range(1, 100))
 

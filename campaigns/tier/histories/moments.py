@@ -12,7 +12,7 @@ _STATE = "rankless.tier.job"
 _HOSTS = "rankless.load.tier_generations"
 _FETCH = "rankless.load.part_fetch"
 _ASSEMBLER = "rankless.load.part_assembler"
-_DRAIN = "rankless.save.generation_drain"
+_DRAIN = "rankless.save.generation_content"
 _OUTPUT = "rankless.save.folder_output.RunFolderOutput"
 _STAGING = "rankless.run.pending_dir.PendingDirectory"
 _P2P = "rankless.engine.io.p2p.P2PExchange"
@@ -87,10 +87,10 @@ MOMENTS = (
     ),
     *_of(
         "loaded drain",
-        Point("mapping the parts", "rankless.save.generation_drain.GenerationDrain._map_parts"),
+        Point("mapping the parts", "rankless.save.generation_content.GenerationContent._map_parts"),
         Point("opening the pending directory", f"{_OUTPUT}.begin", rank_0_only=True),
         Point("writing a part", f"{_DRAIN}.write_file_ranges"),
-        Point("writing shared pages", f"{_DRAIN}.GenerationDrain._write_edges", rank_0_only=True),
+        Point("writing shared pages", f"{_DRAIN}.GenerationContent._write_edges", rank_0_only=True),
         Point("publishing", f"{_OUTPUT}._publish", rank_0_only=True),
         Point("renaming", _RENAME, rank_0_only=True),
         Point("published", f"{_OUTPUT}._publish", after=True, rank_0_only=True),

@@ -26,9 +26,9 @@ from rankless.components import component_calls
 from rankless.components.component_files import FileSet
 from rankless.components.component_request import ComponentRequest
 from rankless.components.component_view import ComponentView
-from rankless.components.content import ComponentContent
 from rankless.components.destination import Destination
 from rankless.components.file_or_folder import Layout, safetensors_file, torch_file
+from rankless.components.stored_component import StoredComponent
 from rankless.engine.comm.collective_call import collective_call
 from rankless.errors import InvalidArgumentError, NoCheckpointError
 from rankless.load.restore_result import RestoreResult
@@ -259,14 +259,14 @@ def _save_component(
 
 
 def _model_folder_layout(
-    content: ComponentContent, *, model: Any, limit: int, prefix: str | None, use_safetensors: bool
+    content: StoredComponent, *, model: Any, limit: int, prefix: str | None, use_safetensors: bool
 ) -> FileSet:
     return model_folder(
         content.stored_as(partial(stored_layout, model)), limit, prefix, use_safetensors=use_safetensors
     )
 
 
-def _model_file_layout(content: ComponentContent, *, name: str, use_safetensors: bool) -> FileSet:
+def _model_file_layout(content: StoredComponent, *, name: str, use_safetensors: bool) -> FileSet:
     return safetensors_file(content.without_ties(), name) if use_safetensors else torch_file(content, name)
 
 

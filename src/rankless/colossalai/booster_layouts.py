@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from rankless.colossalai.file_division import build_index, format_mib, number_file_name
 from rankless.components.component_files import ComponentFile, FileSet, SafetensorsOutput, TorchOutput
-from rankless.components.content import MODEL, OPTIMIZER, ComponentContent
 from rankless.components.file_or_folder import file_sets, model_file
+from rankless.components.stored_component import MODEL, OPTIMIZER, StoredComponent
 from rankless.conversion.fake_tensors import FakeTensors
 from rankless.conversion.torch_target import as_saved_bytes
 from rankless.errors import InvalidArgumentError
@@ -39,7 +39,7 @@ def file_variant(name: str, prefix: str | None) -> str:
     return f"{stem}.{prefix}.{extension}"
 
 
-def model_folder(content: ComponentContent, limit: int, prefix: str | None, *, use_safetensors: bool) -> FileSet:
+def model_folder(content: StoredComponent, limit: int, prefix: str | None, *, use_safetensors: bool) -> FileSet:
     """Lay out a model in numbered files with an index, and its configuration files if it has any."""
     if use_safetensors and content.values:
         raise InvalidArgumentError(
@@ -67,14 +67,14 @@ def model_folder(content: ComponentContent, limit: int, prefix: str | None, *, u
     return FileSet(content, files, small_files, _stale_names(MODEL, prefix))
 
 
-def optimizer_file(content: ComponentContent, name: str) -> FileSet:
+def optimizer_file(content: StoredComponent, name: str) -> FileSet:
     """Lay out an optimizer in one file, in the format of ``Optimizer.load_state_dict``."""
     states = _NumberedStates.from_content(content)
     tree = {"state": states.state_dicts(states.params_with_state), "param_groups": states.groups}
     return FileSet(content, [TorchOutput(name, tree, states.fakes)])
 
 
-def optimizer_folder(content: ComponentContent, limit: int, prefix: str | None) -> FileSet:
+def optimizer_folder(content: StoredComponent, limit: int, prefix: str | None) -> FileSet:
     """Lay out an optimizer in files numbered by parameter, with a file of param groups and an index."""
     states = _NumberedStates.from_content(content)
     names: list[str] = []
@@ -108,7 +108,7 @@ class _NumberedStates:
     plain: Mapping[int, Mapping[str, Any]]
 
     @classmethod
-    def from_content(cls, content: ComponentContent) -> _NumberedStates:
+    def from_content(cls, content: StoredComponent) -> _NumberedStates:
         """Assign numbers to the parameters. Raises ``InvalidArgumentError`` if their order is unknown."""
         fakes = FakeTensors({(OPTIMIZER, key): info for key, info in content.tensors.items()})
         groups = values.decode_value(dict(content.values), fakes, "the optimizer's values")["groups"]

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from rankless.components.content import ComponentContent
+from rankless.components.stored_component import StoredComponent
 from rankless.conversion.torch_target import PlannedTorchFile
 from rankless.engine.io.checkpoint_files import require_block_crcs
 from rankless.engine.io.upload_target import FileFrame
@@ -54,7 +54,7 @@ class FileSet:
     the files that they name are removed.
     """
 
-    content: ComponentContent
+    content: StoredComponent
     files: Sequence[ComponentFile]
     small_files: Mapping[str, bytes] = field(default_factory=dict)
     stale_names: Sequence[str] = ()

@@ -4,7 +4,7 @@ The save says what is written (:class:`SavedComponent`). An output says where, a
 :class:`rankless.components.folder_output.FolderComponentOutput` by one rename,
 :class:`rankless.components.object_output.ObjectComponentOutput` file by file, the index last.
 
-:class:`~rankless.components.component_save.ComponentSave` has one on every rank, and calls
+:class:`~rankless.components.component_content.ComponentContent` has one on every rank, and calls
 :meth:`ComponentOutput.write` in the thread of the save.
 """
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from rankless.components.content import MODEL, OPTIMIZER
 from rankless.components.destination import Destination
 from rankless.components.file_or_folder import Layout
+from rankless.components.stored_component import MODEL, OPTIMIZER
 from rankless.engine.comm.call_check import CallDescription
 from rankless.errors import InvalidArgumentError
 from rankless.ondisk.data_files import ADAPTER, ONLY_ADAPTERS

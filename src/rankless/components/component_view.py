@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rankless.components.content import MODEL, OPTIMIZER, rename_tensors
+from rankless.components.stored_component import MODEL, OPTIMIZER, rename_tensors
 from rankless.errors import MismatchError
 from rankless.formats.reader import Reader
 from rankless.formats.remapped_reader import RemappedReader, TensorMapping, identity_mapping

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from rankless.components.component_files import FileSet
-from rankless.components.content import ComponentContent
 from rankless.components.destination import Destination
 from rankless.components.file_or_folder import (
     Layout,
@@ -21,6 +20,7 @@ from rankless.components.file_or_folder import (
     torch_file,
     torch_folder,
 )
+from rankless.components.stored_component import StoredComponent
 from rankless.state.model.fused_layout import stored_layout
 
 #: Extensions of torch.save files.
@@ -44,7 +44,7 @@ def model_file_format(destination: Destination, limit: int, *, use_safetensors: 
         kind = "safetensors" if use_safetensors else "torch"
         first = model[0] if isinstance(model, list | tuple) and model else model
 
-        def layout(content: ComponentContent) -> FileSet:
+        def layout(content: StoredComponent) -> FileSet:
             if not use_safetensors:
                 return torch_folder(content.stored_as(partial(stored_layout, first)), limit)
             return safetensors_folder(content.in_torchao_form().stored_as(partial(stored_layout, first)), limit)

@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace
 
 from rankless.components.component_files import AdapterOutput, ComponentFile, FileSet, SafetensorsOutput, TorchOutput
-from rankless.components.content import MODEL, ComponentContent
+from rankless.components.stored_component import MODEL, StoredComponent
 from rankless.conversion.changed_states import warn_of_changed_states
 from rankless.conversion.fake_tensors import FakeTensors
 from rankless.conversion.own_values import add_own_values
@@ -40,7 +40,7 @@ from rankless.ondisk.value_files import OWN_STATE
 from rankless.ondisk.weight_names import DIFFUSERS, TRANSFORMERS, find_stems, index_and_single, rename_weights
 
 #: Lays a component out in files.
-Layout = Callable[[ComponentContent], FileSet]
+Layout = Callable[[StoredComponent], FileSet]
 
 #: Names of indexes and single weight files of all formats. If several exist, some readers load the one, some another.
 STALE_NAMES = {
@@ -53,7 +53,7 @@ STALE_NAMES = {
 }
 
 
-def safetensors_file(content: ComponentContent, name: str) -> FileSet:
+def safetensors_file(content: StoredComponent, name: str) -> FileSet:
     """Lay a component out in one safetensors file."""
     files = _pack_safetensors(content, sys.maxsize)
     if len(files) > 1:
@@ -61,7 +61,7 @@ def safetensors_file(content: ComponentContent, name: str) -> FileSet:
     return FileSet(content, [SafetensorsOutput(replace(files[0], path=name))])
 
 
-def safetensors_folder(content: ComponentContent, limit: int) -> FileSet:
+def safetensors_folder(content: StoredComponent, limit: int) -> FileSet:
     """Lay a component out in files of at most ``limit`` bytes of tensors.
 
     Several files get an index, and a model its configuration.
@@ -75,7 +75,7 @@ def safetensors_folder(content: ComponentContent, limit: int) -> FileSet:
     return FileSet(content, [SafetensorsOutput(file) for file in files], small_files, STALE_NAMES[content.kind])
 
 
-def adapter_folder(content: ComponentContent) -> FileSet:
+def adapter_folder(content: StoredComponent) -> FileSet:
     """Lay adapters out as PEFT does: the files of the adapter ``default``, and a folder for each other adapter."""
     by_folder: dict[str, dict[str, TensorInfo]] = {}
     for key, info in content.tensors.items():
@@ -93,7 +93,7 @@ def adapter_folder(content: ComponentContent) -> FileSet:
     return FileSet(content, files, configurations, [ADAPTER_BIN])
 
 
-def torch_file(content: ComponentContent, name: str) -> FileSet:
+def torch_file(content: StoredComponent, name: str) -> FileSet:
     """Lay a component out in one ``torch.save`` file: a state dict for ``load_state_dict``."""
     if content.kind == MODEL:
         return FileSet(content, [model_file(name, content, content.tensors)])
@@ -104,7 +104,7 @@ def torch_file(content: ComponentContent, name: str) -> FileSet:
     )
 
 
-def torch_folder(content: ComponentContent, limit: int) -> FileSet:
+def torch_folder(content: StoredComponent, limit: int) -> FileSet:
     """Lay a model out in ``torch.save`` files, as transformers did before safetensors."""
     tensors_by_file = file_sets(content.tensors, limit)
     number = len(tensors_by_file)
@@ -124,7 +124,7 @@ def torch_folder(content: ComponentContent, limit: int) -> FileSet:
     return FileSet(content, files, small_files, STALE_NAMES[MODEL])
 
 
-def model_file(name: str, content: ComponentContent, tensors: Mapping[str, TensorInfo]) -> TorchOutput:
+def model_file(name: str, content: StoredComponent, tensors: Mapping[str, TensorInfo]) -> TorchOutput:
     """Return a ``torch.save`` file with some tensors of a model and their ties. The first file gets the values."""
     fakes = FakeTensors({(MODEL, key): info for key, info in tensors.items()})
     tree: dict[str, Any] = {key: fakes.make_tensor((MODEL, key)) for key in tensors}
@@ -146,7 +146,7 @@ def is_by_number(groups: Sequence[Mapping[str, Any]]) -> bool:
     return bool(names) and names == [str(number) for number in range(len(names))]
 
 
-def _optimizer_tree(content: ComponentContent, fakes: FakeTensors) -> dict[str, Any]:
+def _optimizer_tree(content: StoredComponent, fakes: FakeTensors) -> dict[str, Any]:
     """Return a state dict that also has the names of parameters and the optimizer's class."""
     decoded = values.decode_value(dict(content.values), fakes, "the optimizer's values")
     groups = decoded["groups"]
@@ -166,7 +166,7 @@ def _fakes_by_name(fakes: FakeTensors, tensors: Mapping[str, TensorInfo], kind: 
     return {key: fakes.make_tensor((kind, key)) for key in tensors}
 
 
-def _pack_safetensors(content: ComponentContent, limit: int) -> list[DataFile]:
+def _pack_safetensors(content: StoredComponent, limit: int) -> list[DataFile]:
     """Pack tensors into safetensors files; the header of the first one holds the values."""
     files = pack_files(content.kind, content.tensors, content.tied, limit)
     files = files or [DataFile(f"{content.kind}/{content.kind}.safetensors", {}, {})]
@@ -181,7 +181,7 @@ def _pack_safetensors(content: ComponentContent, limit: int) -> list[DataFile]:
     return [first, *files[1:]]
 
 
-def _encode_values(content: ComponentContent) -> bytes:
+def _encode_values(content: StoredComponent) -> bytes:
     tree = dict(content.values)
     if content.kind != MODEL and is_by_number(tree["groups"]):
         tree["by_number"] = True

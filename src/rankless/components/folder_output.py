@@ -1,7 +1,7 @@
 """The output of a component on a disk: all ranks write into files in a pending directory, which rank 0 renames.
 
-:class:`~rankless.components.component_save.ComponentSave` has one on every rank. A kept file must have been compared
-byte for byte on all ranks, in the vote "finding unchanged files"; the files are durable before the rename.
+:class:`~rankless.components.component_content.ComponentContent` has one on every rank. A kept file must have been
+compared byte for byte on all ranks, in the vote "finding unchanged files"; the files are durable before the rename.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from rankless.components.component_calls import load_component, save_model
 from rankless.components.component_view import ComponentView
-from rankless.components.content import MODEL
+from rankless.components.stored_component import MODEL
 from rankless.engine.comm.process_group_argument import SELF
 from rankless.errors import InvalidArgumentError
 from rankless.formats.adapter_configs import read_adapter_configs

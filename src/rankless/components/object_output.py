@@ -5,7 +5,7 @@ that is replaced is removed first, and the new one is written last: without it n
 Until then a hidden record names the files of both models: if the save fails, the next one removes what is left of them.
 Of two jobs that write one folder at the same time at least one fails if they leave a mixture, and no index names it.
 
-:class:`~rankless.components.component_save.ComponentSave` has one on every rank; rank 0 completes in the vote
+:class:`~rankless.components.component_content.ComponentContent` has one on every rank; rank 0 completes in the vote
 "completing the files". The order must stay: the record, the removal of old indexes, the files, the new indexes, the
 removal of what is stale.
 """

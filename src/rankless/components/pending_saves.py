@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rankless.components.component_content import ComponentContent
 from rankless.components.component_request import ComponentRequest
-from rankless.components.component_save import ComponentSave
 from rankless.engine.comm.process_group_argument import (
     ProcessGroupArgument,
     check_ranks_are_joined,
@@ -32,8 +32,8 @@ class PendingSaves:
         path = request.destination.path
         check_ranks_are_joined(group)
         with span("save", "call", path.name), background_saves.path_turn(path, group):
-            save = ComponentSave(request, self.rank_group(group), timeout)
-            return background_saves.run_save(save, path, group, asynchronous=request.async_save)
+            content = ComponentContent(request, self.rank_group(group), timeout)
+            return background_saves.run_save(content, path, group, asynchronous=request.async_save)
 
     def rank_group(self, process_group: ProcessGroupArgument) -> RankGroup:
         """Return the ranks of a process group: the previous object if it is the same group."""

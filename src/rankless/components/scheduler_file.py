@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from rankless.components.component_files import FileSet
-from rankless.components.content import SCHEDULER, ComponentContent
 from rankless.components.destination import Destination
 from rankless.components.pending_files import PendingFiles
+from rankless.components.stored_component import SCHEDULER, StoredComponent
 from rankless.conversion.torch_target import as_saved_bytes
 from rankless.engine.comm.call_check import CallDescription, vote_same_call
 from rankless.engine.comm.session import Session
@@ -74,7 +74,7 @@ def write_scheduler(scheduler: Any, path: Path, session: Session, *, as_torch: b
         if store_of(path).is_remote:
             store_of(path).replace_small(path, data)
             return b""
-        files = PendingFiles(destination, FileSet(ComponentContent(SCHEDULER, {}, {}), [], {path.name: data}), [])
+        files = PendingFiles(destination, FileSet(StoredComponent(SCHEDULER, {}, {}), [], {path.name: data}), [])
         try:
             files.publish(lambda _: b"")  # there are no files with headers
         except BaseException:

@@ -39,7 +39,7 @@ from rankless.process.gc_pause import gc_paused
 from rankless.process.worker_threads import lower_priority
 from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import Result, SaveHandle
-from rankless.save.save_operation import SaveOperation
+from rankless.save.save_operation import Content, SaveOperation
 from rankless.state.step_guard import StepGuard
 
 #: The maximum number of seconds in which a thread must begin to run.
@@ -148,30 +148,28 @@ class BackgroundSaves:
 
     def run_save(
         self,
-        save: SaveOperation[Result],
+        content: Content[Result],
         scope: Path,
         process_group: ProcessGroupArgument,
         *,
         asynchronous: bool,
     ) -> SaveHandle[Result]:
-        """Run a save inside a :meth:`path_turn`. If ``asynchronous``, return when its tensors are staged.
+        """Save a content inside a :meth:`path_turn`. If ``asynchronous``, return when its tensors are staged.
 
         The thread of the caller calls it. On an error nothing is left, on any rank, and what was staged is released
         after the rollback.
         """
-        arena = Arena(self._memory)
+        save, arena = SaveOperation(content), Arena(self._memory)
         interrupt: BaseException | None = None
         try:
             with gc_paused(), save.rollback_on_error():
-                save.prepare_save()
+                save.prepare()
                 # After the main thread has ended, nothing waits for other threads.
                 if not asynchronous or not threading.main_thread().is_alive():
-                    info = save.write_and_commit()
-                    if save.has_follow_up:
-                        info = save.follow_up()
+                    info = save.finish()
                     save.leave_session()
-                    return SaveHandle(save.path, save.mark_returned(), _completed_future(info))
-                save.stage_tensors(arena)
+                    return SaveHandle(content.path, content.mark_returned(), _completed_future(info))
+                save.stage(arena)
                 handle, interrupt = self._start_thread(save, arena, scope, process_group)
         except BaseException:
             arena.release()  # after the rollback: until then, a device may write into it
@@ -188,14 +186,15 @@ class BackgroundSaves:
         If this thread was interrupted after the other one has started, the save continues.
         """
         self._prepare_process()
-        self._guard.add_copy(save.copied, save.order_steps)
+        content, share = save.content, save.content.share
+        self._guard.add_copy(share.copied, share.order_steps)
         turn: Future[None] = Future()
         done: Future[Result] = Future()
-        handle = SaveHandle(save.path, save.mark_returned(), done, save.completed_locally)
+        handle = SaveHandle(content.path, content.mark_returned(), done, content.completed_locally)
         group = current_process_group(process_group)
         flight = _SaveInFlight(scope, None if group is None else weakref.ref(group), handle, turn, done)
         # Not a daemon thread: the process waits for it. Its priority is lowered after the copies that steps wait for.
-        name = f"rankless {save.path.name}"
+        name = f"rankless {content.path.name}"
         handle.thread = threading.Thread(target=self._run_in_background, args=(flight, save, arena), name=name)
         self._flights.append(flight)
         try:
@@ -217,24 +216,22 @@ class BackgroundSaves:
             flight.end_recording()
 
     def _finish_save(self, flight: _SaveInFlight, save: SaveOperation[Any], arena: Arena) -> None:
+        content = save.content
         try:
-            with span("save in the background", "call", save.path.name), save.rollback_on_error():
+            with span("save in the background", "call", content.path.name), save.rollback_on_error():
                 save.complete_copies()
                 lower_priority()
-                info = save.write_and_commit()
-                if save.has_follow_up:
-                    flight.turn.set_result(None)
-                    info = save.follow_up()
+                info = save.finish(partial(flight.turn.set_result, None))
         except BaseException as error:  # noqa: BLE001 - raised by wait(), after the next save has begun, or by finalize()
-            save.forget_staged()
+            content.share.forget_staged()
             arena.release()
             cleared = _clear_frames(error)
-            if save.completed_locally is not None and not save.completed_locally.done():
-                save.completed_locally.set_exception(cleared)
+            if content.completed_locally is not None and not content.completed_locally.done():
+                content.completed_locally.set_exception(cleared)
             flight.done.set_exception(cleared)
             _end_turn(flight)
         else:
-            save.forget_staged()
+            content.share.forget_staged()
             arena.release()
             flight.done.set_result(info)
             _end_turn(flight)

@@ -1,7 +1,7 @@
 """Attempts to write a checkpoint of the local tier into the run directory, until one succeeds.
 
-Drains call it on all ranks, :mod:`rankless.save.tier_save` in the thread of the save, and
-:mod:`rankless.save.generation_drain` likewise. All ranks must try equally often: the decision depends only on an error
+Contents with a tier call it on all ranks, in the thread of the save: :mod:`rankless.save.tier_content` and
+:mod:`rankless.save.generation_content`. All ranks must try equally often: the decision depends only on an error
 that all have.
 """
 
@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from rankless.engine.comm.session import Session
+from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.errors import RankFailedError, RanklessError, RankTimeoutError, StateError, TagExistsError
+from rankless.observe.warning import warn_caller
 from rankless.run.history import KnownCheckpoint
 from rankless.save.run_output import NO_RECORDS, Records, RunOutput
 
@@ -47,11 +50,16 @@ def begin_attempt(
     return bool(begun)
 
 
-def retry_drain(drain_once: Callable[[int], T], note_failure: Callable[[RanklessError, int], None]) -> T:
+def retry_drain(
+    drain_once: Callable[[int], T],
+    note_failure: Callable[[RanklessError, int], None],
+    warn: Callable[[RanklessError], None] | None,
+) -> T | None:
     """Return the result of the first attempt that succeeds. All ranks fail, and try again, together.
 
     ``drain_once`` is called with the number of the attempt, from 1 on, and ``note_failure`` with the error and the
-    number of each one that failed. Raises the error of the last one, or one that no other attempt can avoid.
+    number of each one that failed. The error of the last one, or one that no other attempt can avoid, goes to ``warn``;
+    then the result is ``None``. If there is no ``warn``, it is raised.
     """
     attempt = 0
     while True:
@@ -61,5 +69,14 @@ def retry_drain(drain_once: Callable[[int], T], note_failure: Callable[[Rankless
         except RanklessError as error:
             note_failure(error, attempt)
             if attempt == ATTEMPTS or isinstance(error, _FINAL):
-                raise
+                if warn is None:
+                    raise
+                warn(error)
+                return None
         time.sleep(_FIRST_SECONDS * 2 ** (attempt - 1))
+
+
+def warn_of_drain(path: Path, session: Session, error: RanklessError) -> None:
+    """Warn, on rank 0, that a checkpoint stays in the local tier. Each rank calls it after its last attempt."""
+    if session.rank == COORDINATOR_RANK:
+        warn_caller(f"{path} could not be written, and stays in the local tier: {error}")

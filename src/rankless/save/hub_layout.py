@@ -1,6 +1,6 @@
 """The form in which ``save_pretrained`` stores a model, for the checkpoint, which has the tensors as in memory.
 
-:mod:`rankless.save.training_save` calls it in the commit. Exports read the file: its form is part of the format.
+:mod:`rankless.save.training_content` calls it in the commit. Exports read the file: its form is part of the format.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from rankless.observe.events import OnEvent, ignore_event
 from rankless.run.catalog import list_checkpoints
 from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.save.background import background_saves
-from rankless.save.generation_drain import DrainOptions, GenerationDrain
+from rankless.save.generation_content import DrainOptions, GenerationContent
 from rankless.storage.file_lock import FileLock
 from rankless.storage.location import parse_location
 from rankless.storage.mapped_file import map_to_read
@@ -273,9 +273,9 @@ class _HostDrain:
         places = {rank: {0: str(path_of[rank])} for rank in tables}
         assembly = Assembly(Generation(generation.common, tables), places, [0], 0)
         options = DrainOptions("raise", None, self._on_event)
-        operation = GenerationDrain(RankGroup(SELF), _TIMEOUT, self._state, assembly, options)
+        content = GenerationContent(RankGroup(SELF), _TIMEOUT, self._state, assembly, options)
         with background_saves.path_turn(self._run, None):
-            return background_saves.run_save(operation, self._run, None, asynchronous=False).wait()
+            return background_saves.run_save(content, self._run, None, asynchronous=False).wait()
 
 
 def _find_missing(generation: HostGeneration, tables: Mapping[int, PartTable]) -> set[int]:

@@ -4,9 +4,8 @@ A save and a drain say what is written (:class:`SavedContent`). An output says w
 :class:`rankless.save.folder_output.RunFolderOutput` by a rename,
 :class:`rankless.save.object_output.RunObjectOutput` by a pointer. Neither side knows which class the other one is.
 
-:mod:`rankless.save.training_save`, :mod:`rankless.save.tier_save` and :mod:`rankless.save.generation_drain` open one on
-every rank. The order of the calls must stay: prepare, begin, join, omit, verify, write, then the removal of old
-checkpoints.
+:mod:`rankless.save.training_content` and :mod:`rankless.save.generation_content` open one on every rank. The order of
+the calls must stay: prepare, begin, join, omit, verify, write, then the removal of old checkpoints.
 """
 
 from __future__ import annotations

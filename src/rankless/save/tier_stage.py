@@ -3,8 +3,8 @@
 The tensors are staged into a file of the tier, which is mapped. When all ranks have written the tables of their parts,
 the checkpoint is complete in the tier.
 
-:mod:`rankless.save.tier_save` has one on every rank. A slot is pinned until the drain of its part has ended: no other
-save may write into it.
+:mod:`rankless.save.tier_content` has one on every rank. A slot is pinned until the drain of its part has ended: no
+other save may write into it.
 """
 
 from __future__ import annotations

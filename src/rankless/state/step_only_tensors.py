@@ -2,8 +2,8 @@
 
 A save can copy them in the background until the next step.
 
-:mod:`rankless.save.training_save` asks it on each rank in the call of an overlapped save. A tensor that is wrongly in
-the result would be copied while it changes.
+:mod:`rankless.save.training_content` asks it on each rank in the call of an overlapped save. A tensor that is wrongly
+in the result would be copied while it changes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The parts of a generation that one process holds, as one memory: the source of the bytes of a drain.
 
-:mod:`rankless.save.generation_drain` makes one on each rank, in the vote "preparing the drain".
+:mod:`rankless.save.generation_content` makes one on each rank, in the vote "preparing the drain".
 """
 
 from __future__ import annotations

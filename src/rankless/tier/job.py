@@ -2,7 +2,7 @@
 
 After the first save or load, nothing of it needs the run directory: a save into the tier must not wait for storage.
 
-:mod:`rankless.save.tier_save` and :mod:`rankless.save.tier_stage` ask it in saves, :mod:`rankless.load.tier_load` in
+:mod:`rankless.save.tier_content` and :mod:`rankless.save.tier_stage` ask it in saves, :mod:`rankless.load.tier_load` in
 loads, and outputs ask it before and after a publication. What says "on rank 0" is called in votes there; each rank has
 its own slots. The caller's thread, the background threads of saves and of drains share it.
 """

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.errors import CorruptCheckpointError
 from rankless.ondisk.block_crcs import BLOCK_BYTES
-from rankless.save.generation_drain import split_at_pages
+from rankless.save.generation_content import split_at_pages
 from rankless.storage.direct_io import SECTOR_BYTES
 from rankless.tier.part import PartTable, find_corrupt_range, hash_ranges
 from rankless.tier.part_names import GenerationKey, PartName, parse_generation_name, parse_part_name

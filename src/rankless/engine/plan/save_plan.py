@@ -2,10 +2,10 @@
 
 It is a pure function of the specs of all ranks and of the own rank.
 
-:mod:`rankless.save.training_save` calls :func:`plan_save` on every rank in the vote "preparing the save",
-:mod:`rankless.components.component_save` calls :func:`plan_into_files` in the vote "comparing replicas". All ranks must
-get the same files, numbers of tensors and order of stripes from the same specs: no sets, no clock, no order by rank.
-Names, sizes and contents of the files must not depend on the number of ranks.
+:mod:`rankless.save.training_content` calls :func:`plan_save` on every rank in the vote "preparing the save",
+:mod:`rankless.components.component_content` calls :func:`plan_into_files` in the vote "comparing replicas". All ranks
+must get the same files, numbers of tensors and order of stripes from the same specs: no sets, no clock, no order by
+rank. Names, sizes and contents of the files must not depend on the number of ranks.
 """
 
 from __future__ import annotations

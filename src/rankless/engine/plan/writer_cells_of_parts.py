@@ -4,7 +4,7 @@ A plan of a save chooses who holds what; here that is given. Each cell with byte
 them, and the others send it their bytes: by the one that has the byte at a fraction of the cell, another one for each
 cell, so that all ranks write about as many. Cells with bytes of a header belong to its rank.
 
-:mod:`rankless.save.generation_drain` calls :func:`plan_transfers` on every rank in the vote "preparing the drain", if
+:mod:`rankless.save.generation_content` calls :func:`plan_transfers` on every rank in the vote "preparing the drain", if
 the run is in an object store. The tables of all parts were sent to all ranks before. The result may depend on the
 arguments only: sender and receiver plan apart.
 """

@@ -1,6 +1,7 @@
-"""A save of one component on all ranks, wherever it is written to. Each step ends in a vote.
+"""The content of a save of one component, wherever it is written to. Each step ends in a vote.
 
-:mod:`rankless.components.pending_saves` makes one on every rank, and :mod:`rankless.save.background` runs it. The votes
+:mod:`rankless.components.pending_saves` makes one on every rank, and a
+:class:`~rankless.save.save_operation.SaveOperation` calls it. The votes
 are "looking at what to save", "preparing the save", "comparing replicas", and those of the output. Nothing is written
 before the replicas are compared.
 """
@@ -18,11 +19,13 @@ import msgspec
 from rankless.components.component_files import ComponentFile
 from rankless.components.component_output import open_component_output
 from rankless.components.component_request import ComponentRequest
-from rankless.components.content import ComponentContent, component_content, name_in_component
+from rankless.components.stored_component import StoredComponent, name_in_component, stored_component
 from rankless.engine.comm.session import RankGroup, WritingRanks
 from rankless.engine.integrity import replica_comparison
 from rankless.engine.integrity.crc_gather import HashedResult
 from rankless.engine.io.requests import Fragments, MoveRanges
+from rankless.engine.io.staging import DeferredCopies
+from rankless.engine.io.staging_memory import Arena
 from rankless.engine.plan.element_ranges import ElementRange
 from rankless.engine.plan.global_spec import GlobalSpec, GlobalTensor
 from rankless.engine.plan.save_plan import SavePlan, TensorSpan, plan_into_files
@@ -33,7 +36,7 @@ from rankless.observe.warning import warn_caller
 from rankless.ondisk.block_crcs import Fragment
 from rankless.process.prepared_types import prepared
 from rankless.save.save_negotiation import SaveAgreement, describe_differing, name_differing, negotiate_save
-from rankless.save.save_operation import SaveOperation
+from rankless.save.save_operation import SavedShare
 
 
 @prepared
@@ -52,13 +55,16 @@ class _ComponentLayout(msgspec.Struct, frozen=True, array_like=True):
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class ComponentSave(SaveOperation[Path]):
-    """A save of one component. If it fails, it leaves nothing behind, and all ranks raise the same error."""
+class ComponentContent:
+    """One component that becomes a file or a folder of another library's format."""
+
+    has_follow_up = False
+    completed_locally: None = None
 
     def __init__(self, request: ComponentRequest, ranks: RankGroup, timeout: float) -> None:
-        super().__init__(ranks, timeout)
+        self.share = SavedShare(ranks, timeout)
         self._request, self._layout = request, _ComponentLayout()
-        self._output = open_component_output(request.destination, WritingRanks(ranks, self._session))
+        self._output = open_component_output(request.destination, WritingRanks(ranks, self.share.session))
         #: On rank 0, the files, and by number the stored tensor of each pair of a stored tensor and one that it is of.
         self._files, self._names = list[ComponentFile](), list[str]()
         self._started_at = time.perf_counter()
@@ -68,11 +74,11 @@ class ComponentSave(SaveOperation[Path]):
         """The final path of the file or folder."""
         return self._request.destination.path
 
-    def prepare_save(self) -> None:
+    def prepare(self) -> None:
         """Agree on what to save, create the files, and check that replicas are equal."""
-        agreement = negotiate_save(self._request, self._session, self._ranks.global_ranks(), b"")
-        self._captured = agreement.captured
-        names = name_differing(self._session, agreement) if agreement.differing else []
+        agreement = negotiate_save(self._request, self.share.session, self.share.ranks.global_ranks(), b"")
+        self.share.captured = agreement.captured
+        names = name_differing(self.share.session, agreement) if agreement.differing else []
         if names:
             warn_caller(describe_differing(names, "rank 0's are saved; a checkpoint would have those of each rank"))
         global_spec = agreement.global_spec
@@ -97,11 +103,11 @@ class ComponentSave(SaveOperation[Path]):
             names = list(map(os.fsencode, file_set.names))
             return _encode(_ComponentLayout(names, [frame.size for frame in frames], begun, spans))
 
-        _, raw = self._session.vote("preparing the save", lambda: None, lambda _: b"", lay_out_files)
+        _, raw = self.share.session.vote("preparing the save", lambda: None, lambda _: b"", lay_out_files)
         self._layout = msgspec.msgpack.decode(raw, type=_ComponentLayout)
         self._output.join(self._layout.begun)
 
-    def _content_to_save(self, agreement: SaveAgreement, global_spec: GlobalSpec) -> ComponentContent:
+    def _content_to_save(self, agreement: SaveAgreement, global_spec: GlobalSpec) -> StoredComponent:
         kind, captured = self._request.kind, agreement.captured
         if any(tensor.group == STATE for tensor in global_spec.iter_tensors()):
             raise UnsupportedValueError(
@@ -110,7 +116,7 @@ class ComponentSave(SaveOperation[Path]):
             )
         companions = {name.removeprefix(f"{kind}/"): data for name, data in captured.small_files.items()}
         values = agreement.merged_values.get(kind, {})
-        return component_content(kind, global_spec, values, companions, self._request.prefix)
+        return stored_component(kind, global_spec, values, companions, self._request.prefix)
 
     def _tensors_to_save(self, global_spec: GlobalSpec) -> dict[str, GlobalTensor]:
         """Return the tensors of the component by their names in it, sorted."""
@@ -128,66 +134,82 @@ class ComponentSave(SaveOperation[Path]):
             keys = {name: (tensor.group, tensor.name) for name, tensor in tensors.items()}
             spans = {keys[name]: of_tensor for name, of_tensor in self._layout.spans.items()}
             numbered = sorted((span.tensor, key) for key, of_tensor in spans.items() for span in of_tensor)
-            self._plan = plan_into_files(
+            self.share.plan = plan_into_files(
                 global_spec,
-                self._session.rank,
+                self.share.session.rank,
                 list(dict(numbered).values()),
                 spans,
                 file_sizes=self._layout.sizes,
                 host_of=hosts,
                 grain=grain,
             )
-            return self._writer.hash_replicas(0)[0]
+            return self.share.writer.hash_replicas(0)[0]
 
         def compare_hashes(posted: list[bytes]) -> bytes:
             return b"=" if replica_comparison.have_equal_replicas(posted) else b"!"
 
-        _, decision = self._session.vote("comparing replicas", plan_and_hash, lambda hashes: hashes, compare_hashes)
+        _, decision = self.share.session.vote(
+            "comparing replicas", plan_and_hash, lambda hashes: hashes, compare_hashes
+        )
         if decision == b"!":
-            raise self._writer.describe_replica_mismatch()
+            raise self.share.writer.describe_replica_mismatch()
 
     def write_and_commit(self) -> Path:
         """Write the files. They get their final names when all ranks have written."""
         self._output.write(self)
         return self.path
 
-    def _roll_back(self, error: BaseException) -> None:
+    def choose_copies(self, arena: Arena) -> tuple[Arena, DeferredCopies]:
+        """See :class:`Content`. No copy is deferred."""
+        return arena, DeferredCopies()
+
+    def verify_copies(self) -> None:
+        """See :class:`Content`: no tensor was trusted to be unchanged."""
+
+    def follow_up(self) -> Path:
+        """See :class:`Content`: nothing follows."""
+        raise NotImplementedError
+
+    def roll_back(self, error: BaseException) -> None:
+        """See :class:`Content`."""
         del error  # the caller raises it
         self._output.discard()
 
     @property
     def plan(self) -> SavePlan:
         """See :class:`SavedComponent`."""
-        return self._plan
+        return self.share.plan
 
     def find_equal_files(self, files: Mapping[int, Path]) -> tuple[list[int], Fragments]:
         """See :class:`SavedComponent`. Stripes that are not staged have their bytes on several ranks: not compared."""
         from rankless.engine.io.equal_files import find_equal_files  # noqa: PLC0415 - few saves replace a model
 
-        striped = {} if self._staged is not None else self._striped_files()
+        striped = {} if self.share.staged is not None else self._striped_files()
         kept = {number: path for number, path in files.items() if number not in striped}
-        return find_equal_files(kept, *self._writer.ranges_in_memory(self._staged))
+        return find_equal_files(kept, *self.share.writer.ranges_in_memory(self.share.staged))
 
     def _striped_files(self) -> set[int]:
-        return {file_range.file for task in self._plan.stripe_tasks for file_range in task.file_ranges}
+        return {file_range.file for task in self.share.plan.stripe_tasks for file_range in task.file_ranges}
 
     def omit_files(self, numbers: Sequence[int]) -> None:
         """See :class:`SavedComponent`."""
         from rankless.engine.plan.omitted_ranges import omit_ranges  # noqa: PLC0415 - as above
 
         sizes = self._layout.sizes
-        self._plan = omit_ranges(self._plan, {number: [ElementRange(0, sizes[number])] for number in numbers})
-        if self._staged is not None:
-            kept = [file_range for file_range in self._staged.file_ranges if file_range.file not in numbers]
-            self._staged = self._staged.restrict_to(kept)
+        self.share.plan = omit_ranges(self.share.plan, {number: [ElementRange(0, sizes[number])] for number in numbers})
+        if self.share.staged is not None:
+            kept = [file_range for file_range in self.share.staged.file_ranges if file_range.file not in numbers]
+            self.share.staged = self.share.staged.restrict_to(kept)
 
     def write_files(self, folder: Path) -> HashedResult:
         """See :class:`SavedComponent`."""
-        return HashedResult(self._writer.write(folder, list(map(os.fsdecode, self._layout.files)), self._staged))
+        return HashedResult(
+            self.share.writer.write(folder, list(map(os.fsdecode, self._layout.files)), self.share.staged)
+        )
 
     def move_share(self, move: MoveRanges) -> bytes:
         """See :class:`SavedComponent`."""
-        move(*self._writer.ranges_to_upload(self._staged))
+        move(*self.share.writer.ranges_to_upload(self.share.staged))
         return b""
 
     def build_header(self, number: int, fragments: Fragments) -> bytes:
@@ -208,7 +230,7 @@ class ComponentSave(SaveOperation[Path]):
 
 
 def _tensor_spans(
-    content: ComponentContent, starts: Sequence[Mapping[str, int]], tensors: Mapping[str, GlobalTensor]
+    content: StoredComponent, starts: Sequence[Mapping[str, int]], tensors: Mapping[str, GlobalTensor]
 ) -> tuple[dict[str, list[TensorSpan]], list[str]]:
     """Return where the bytes of each tensor go, and the names of stored tensors by the numbers of the spans.
 

@@ -1,4 +1,4 @@
-"""The drain of a generation that an earlier job has left in the local tier, after this one has loaded it.
+"""The content of a drain: a generation that an earlier job has left in the local tier, after this one has loaded it.
 
 The ranks of this job may be others, in another number. So each part is written by a rank of a host that holds it, as
 the table of the part says. Pages of files that lie in parts of several hosts are sent to rank 0, which writes them: two
@@ -15,6 +15,7 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -34,15 +35,14 @@ from rankless.engine.plan.writer_cells_of_parts import CellLayout, HeldBytes, pl
 from rankless.errors import CorruptCheckpointError, RanklessError, StorageError
 from rankless.observe.events import Event, OnEvent
 from rankless.observe.reporter import EventReporter
-from rankless.observe.warning import warn_caller
 from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.journal import append_entry, describe_event
 from rankless.run.retention import Retention
 from rankless.save.base_checkpoint import KnownRun
-from rankless.save.drain_attempts import begin_attempt, retry_drain
+from rankless.save.drain_attempts import begin_attempt, retry_drain, warn_of_drain
 from rankless.save.run_output import NewTag, RunOutput, open_output
-from rankless.save.save_operation import SaveOperation
+from rankless.save.save_operation import SavedShare
 from rankless.storage.aligned_memory import Bytes
 from rankless.storage.direct_io import SECTOR_BYTES, BufferedWriter
 from rankless.storage.mapped_file import map_to_read
@@ -67,20 +67,24 @@ class DrainOptions:
     on_event: OnEvent
 
 
-class GenerationDrain(SaveOperation[CheckpointInfo]):
-    """The drain of an assembled generation, as a save without tensors of the caller."""
+class GenerationContent:
+    """An assembled generation, whose bytes become a checkpoint of the run: a save without tensors of the caller."""
+
+    completed_locally: None = None
 
     def __init__(
         self, ranks: RankGroup, timeout: float, tier: TierJob, assembly: Assembly, options: DrainOptions
     ) -> None:
-        super().__init__(ranks, timeout)
+        self.share = SavedShare(ranks, timeout)
+        #: Whether the parts are mapped: they are written after the call has returned.
+        self.has_follow_up = False
         self._tier, self._assembly, self._generation = tier, assembly, assembly.generation
         self._options = options
         self._label = assembly.generation.common.label
         self._reporter = EventReporter(
             self.path,
             self._forward_event,
-            is_coordinator=self._session.rank == COORDINATOR_RANK,
+            is_coordinator=self.share.session.rank == COORDINATOR_RANK,
             began=time.perf_counter(),
         )
         #: The slots of this process with parts of the generation.
@@ -90,7 +94,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         self._memory: dict[int, Bytes] = {}
         self._held = HeldParts({}, {})
         self._is_draining = False
-        self.copied.set()
+        self.share.copied.set()
 
     def _open_output(self, attempt: int) -> RunOutput:
         label, tier = self._label, self._tier
@@ -104,7 +108,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
             keep_full_every=label.keep_full_every,
         )
         # Whether the store honours conditions was asked by the job that has saved.
-        ranks, known = WritingRanks(self._ranks, self._session, attempt), KnownRun(has_checked_store=True)
+        ranks, known = WritingRanks(self.share.ranks, self.share.session, attempt), KnownRun(has_checked_store=True)
         return open_output(new, ranks, known)
 
     @property
@@ -114,9 +118,9 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
 
     def _forward_event(self, event: Event) -> None:
         """Write an event into the journal, on rank 0, and call the listener."""
-        entry = describe_event(event, time.time()) if self._session.rank == COORDINATOR_RANK else None
+        entry = describe_event(event, time.time()) if self.share.session.rank == COORDINATOR_RANK else None
         if entry is not None:
-            manifest, size = self._label.manifest, self._session.size
+            manifest, size = self._label.manifest, self.share.session.size
             append_entry(
                 self._tier.run,
                 msgspec.structs.replace(
@@ -130,7 +134,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
             )
         self._options.on_event(event)
 
-    def prepare_save(self) -> None:
+    def prepare(self) -> None:
         """Map the parts that this rank writes.
 
         Called in the thread of the caller.
@@ -139,11 +143,11 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         self._is_draining = True
         self._slots = self._tier.pin_generation(self._label.key)
         self.has_follow_up = True
-        self._session.run_on_all("preparing the drain", self._map_parts)
+        self.share.session.run_on_all("preparing the drain", self._map_parts)
 
     def _map_parts(self) -> None:
         for part, table in self._generation.tables.items():
-            if self._assembly.rank_that_drains(part) == self._session.rank:
+            if self._assembly.rank_that_drains(part) == self.share.session.rank:
                 try:
                     self._memory[part] = map_to_read(self._assembly.path_of(part), table.nbytes)
                 except StorageError:
@@ -151,21 +155,22 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
                     raise
         self._held = HeldParts(self._generation.tables, self._memory)
 
-    def stage_tensors(self, arena: Arena) -> None:
-        """Do nothing: all bytes are in the tier."""
+    def choose_copies(self, arena: Arena) -> None:
+        """See :class:`Content`: all bytes are in the tier."""
 
-    def complete_copies(self) -> None:
-        """Do nothing: all bytes are in the tier."""
+    def verify_copies(self) -> None:
+        """See :class:`Content`: nothing was copied."""
 
     def write_and_commit(self) -> CheckpointInfo:
         """Return the description of the checkpoint, which is complete in the tier."""
         return CheckpointInfo.of(self.path, self._label.manifest)
 
     def mark_returned(self) -> float:
-        """See :class:`SaveOperation`."""
+        """See :class:`Content`."""
         return self._reporter.mark_returned()
 
-    def _roll_back(self, error: BaseException) -> None:
+    def roll_back(self, error: BaseException) -> None:
+        """See :class:`Content`."""
         self._output.discard()
         if self._is_draining:
             self._end_drain(None)
@@ -177,18 +182,12 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         Called on all ranks, in the thread of the drain.
         """
         drained: CheckpointInfo | None = None
+        warn = partial(warn_of_drain, self.path, self.share.session) if self._options.on_failure == "warn" else None
         try:
-            drained = retry_drain(self._drain_once, self._note_failure)
-        except RanklessError as error:
-            if self._options.on_failure == "raise":
-                raise
-            if self._session.rank == COORDINATOR_RANK:
-                warn_caller(f"{self.path} could not be written, and stays in the local tier: {error}")
-            return CheckpointInfo.of(self.path, self._label.manifest)
-        else:
-            return drained
+            drained = retry_drain(self._drain_once, self._note_failure, warn)
         finally:
             self._end_drain(drained)
+        return drained or CheckpointInfo.of(self.path, self._label.manifest)
 
     def _end_drain(self, drained: CheckpointInfo | None) -> None:
         self._is_draining = False
@@ -212,9 +211,9 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
             held, plan = self._held, self._plan_parts(output.grain)
             return output.prepare(plan, witness=self._find_witness(), bytes_of=lambda _: held)
 
-        if not begin_attempt(self._session, output, label, prepare, lambda: self._generation.manifest.files):
+        if not begin_attempt(self.share.session, output, label, prepare, lambda: self._generation.manifest.files):
             return CheckpointInfo.of(self.path, label)
-        self._plan = output.omit_unchanged(trusts_versions=False)
+        self.share.plan = output.omit_unchanged(trusts_versions=False)
         self._reporter.begin_phase("write")
         nbytes = sum(self._generation.tables[part].nbytes for part in self._memory)
         info = output.write(self, self._reporter.progress_counter("save", nbytes).add)
@@ -229,7 +228,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
 
     def _plan_parts(self, grain: CellGrain | None) -> SavePlan:
         """Return the plan of this rank: its ranges and, for pieces with one writer, the bytes that ranks pass on."""
-        session = self._session
+        session = self.share.session
         plan = replace(self._generation.plan, file_ranges=self._held.file_ranges, rank_order=range(session.size))
         if grain is None:
             return plan
@@ -257,7 +256,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
 
     def write_files(self, folder: Path, on_moved: OnBytesMoved) -> HashedResult:
         """See :class:`SavedContent`. The payload has the bytes in pages that other hosts write, too."""
-        ranges, edges, held = self._plan.file_ranges, list[FileRange](), self._held
+        ranges, edges, held = self.share.plan.file_ranges, list[FileRange](), self._held
         if self._assembly.is_spread:
             ranges, edges = split_at_pages(ranges)
         write_file_ranges(self._list_files(folder), ranges, lambda _: held, on_moved)
@@ -290,7 +289,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
     def move_share(self, move: MoveRanges) -> bytes:
         """See :class:`SavedContent`."""
         held = self._held
-        move(self._plan.file_ranges, lambda _: held)
+        move(self.share.plan.file_ranges, lambda _: held)
         return b""
 
     def build_small_files(self, payloads: Sequence[bytes]) -> Mapping[str, bytes]:

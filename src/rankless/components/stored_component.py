@@ -39,7 +39,7 @@ class TensorOrigin(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ComponentContent:
+class StoredComponent:
     """One component, as rank 0 lays it out in files.
 
     ``kind`` names the component. ``tensors`` are the tensors to store, and ``origins`` says where the bytes of each
@@ -61,7 +61,7 @@ class ComponentContent:
         """The size of all tensors in bytes."""
         return sum(info.nbytes for info in self.tensors.values())
 
-    def stored_as(self, stored: Callable[[Mapping[str, TensorInfo]], StoredLayout]) -> ComponentContent:
+    def stored_as(self, stored: Callable[[Mapping[str, TensorInfo]], StoredLayout]) -> StoredComponent:
         """Return a copy with the tensors as another library stores them, ties included.
 
         Tensors of this copy must be stored whole and unchanged.
@@ -80,7 +80,7 @@ class ComponentContent:
         tied = {alias: names[name] for alias, name in self.tied.items() if name in names}
         return replace(self, tensors=layout.tensors, origins=origins, tied=tied)
 
-    def in_torchao_form(self) -> ComponentContent:
+    def in_torchao_form(self) -> StoredComponent:
         """Return a copy with the tensors that torchao has quantized as torchao stores them in safetensors files.
 
         Raises ``UnsupportedTensorError`` if transformers would not open the model, because torchao cannot describe one.
@@ -97,16 +97,16 @@ class ComponentContent:
             notes=header_notes(described, plain),
         )
 
-    def without_ties(self) -> ComponentContent:
+    def without_ties(self) -> StoredComponent:
         """Return a copy that stores tied tensors once under each name, for readers that do not support ties."""
         tensors = {**self.tensors, **{alias: self.tensors[name] for alias, name in self.tied.items()}}
         origins = {**self.origins, **{alias: self.origins[name] for alias, name in self.tied.items()}}
         return replace(self, tensors=tensors, origins=origins, tied={})
 
 
-def component_content(
+def stored_component(
     kind: str, global_spec: GlobalSpec, values: Mapping[str, Any], companions: Mapping[str, bytes], prefix: str
-) -> ComponentContent:
+) -> StoredComponent:
     """Return the content of a component that all ranks hold together. ``prefix`` is put before parameter names."""
     # Sorted by name: pipeline stages only know the order of their own tensors.
     stored = (
@@ -116,7 +116,7 @@ def component_content(
     )
     infos = dict(sorted(pair for tensors in stored for pair in tensors.items()))
     rename_tensor = _state_key_renamer(prefix) if kind == OPTIMIZER else lambda name: prefix + name
-    return ComponentContent(
+    return StoredComponent(
         kind,
         {rename_tensor(name): info for name, info in infos.items()},
         {rename_tensor(name): [TensorOrigin(name, 0, info.nbytes)] for name, info in infos.items()},
