@@ -1,15 +1,16 @@
 """The negotiation before a save: ranks check that their calls agree, and exchange tensor specs and values.
 
-Each rank posts an announcement of 73 bytes, mostly digests; in its first save, the name of its host follows, and then
+Each rank posts an announcement of 77 bytes, mostly digests; in its first save, the name of its host follows, and then
 16 bytes for each value that ranks only compare. Only new or differing specs and values are sent in full, each distinct
-one once.
+one once. If a rank has the same tensors as in the save before, it also posts what it prepares for the output: if that
+is so on all ranks, rank 0 opens the output in this first vote.
 """
 
 from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -23,6 +24,7 @@ from rankless.engine.integrity.compare_values_by_digest import (
     encode_digests,
     find_differing,
     has_name,
+    join_differing,
     select_differing,
 )
 from rankless.engine.plan.global_spec import GlobalSpec
@@ -46,8 +48,9 @@ from rankless.storage.posix import host_id, host_name
 _KEY_BYTES, _VALUES_BYTES, _HOST_BYTES = 8, 16, 8
 
 #: An announcement: the key of the plan in the rank's cache, the digests of its spec, its meshes, its values and its
-#: host name, the size of its per-rank values, and that of the host name, which follows, and then a digest table.
-_ANNOUNCEMENT = struct.Struct(f"<{_KEY_BYTES}s16s16s{_VALUES_BYTES}s{_HOST_BYTES}sQB")
+#: host name, the size of its per-rank values, and those of what follows: the host name, and what the rank has prepared.
+#: After these comes a digest table.
+_ANNOUNCEMENT = struct.Struct(f"<{_KEY_BYTES}s16s16s{_VALUES_BYTES}s{_HOST_BYTES}sQBI")
 
 #: The most names in a warning.
 _SHOWN = 5
@@ -91,7 +94,7 @@ class _GlobalDecision(msgspec.Struct, frozen=True):
     ``key`` identifies the plan. ``spec_directory`` is ``None`` if all ranks have this plan in their caches.
     ``value_ranks`` are the ranks that must send their values, or empty if all values are equal. ``host_runs`` are the
     hosts of consecutive ranks: the number of a host, and the number of ranks on it. ``differing`` are the names of
-    values that only rank 0 stores and that differ between ranks.
+    values that only rank 0 stores and that differ between ranks. ``opened`` is the result of :class:`EarlyOpening`.
     """
 
     key: bytes
@@ -99,6 +102,7 @@ class _GlobalDecision(msgspec.Struct, frozen=True):
     value_ranks: list[int]
     host_runs: list[tuple[int, int]]
     differing: bytes
+    opened: bytes = b""
 
 
 @prepared
@@ -109,13 +113,28 @@ class _RankContribution(msgspec.Struct, frozen=True, array_like=True):
     values: bytes
 
 
+class EarlyOpening(NamedTuple):
+    """How a save opens its output in its first vote, if nothing but values has changed since the save before.
+
+    ``own_spec`` identifies the spec of this rank in that save: see :attr:`SaveAgreement.own_spec`. If it is the same,
+    ``prepare`` is called with the captured state. If that is so on all ranks, ``open`` is called on rank 0 with the
+    results of all.
+    """
+
+    own_spec: bytes
+    prepare: Callable[[Capture], bytes]
+    open: Callable[[list[bytes]], bytes]
+
+
 class SaveAgreement(msgspec.Struct, frozen=True):
     """The result of the negotiation, and this rank's captured state.
 
     ``key`` identifies the plan. ``global_spec`` is ``None`` if all ranks have this plan in their caches.
     ``merged_values`` are, on rank 0, the values of all ranks' models and optimizers. ``host_of`` is the number of
     the host of each rank. ``host_names`` are, on rank 0, the names of hosts that were announced in this save.
-    ``differing`` are the encoded names of values in :attr:`Capture.compared` that differ between ranks.
+    ``differing`` are the encoded names of values in :attr:`Capture.compared` that differ between ranks. ``own_spec``
+    identifies the spec of this rank; it is empty if values of ranks differ, because then the next save has to exchange
+    them. ``opened`` is the result of :class:`EarlyOpening`, empty if the output was not opened.
     """
 
     captured: Capture
@@ -125,6 +144,8 @@ class SaveAgreement(msgspec.Struct, frozen=True):
     host_of: Sequence[int]
     host_names: Mapping[int, str]
     differing: bytes
+    own_spec: bytes
+    opened: bytes
 
 
 def negotiate_save(
@@ -135,6 +156,7 @@ def negotiate_save(
     *,
     differing: bytes = b"",
     has_metrics: bool = False,
+    early: EarlyOpening | None = None,
 ) -> SaveAgreement:
     """Capture the training state and negotiate the save.
 
@@ -142,13 +164,13 @@ def negotiate_save(
     that were found to differ between ranks and are stored for each rank. ``has_metrics``: this rank was passed some.
 
     All ranks of a training save, or of one component, call it first. It holds the vote "looking at what to save", and,
-    if specs or values are new, the vote "exchanging tensor specs".
+    if specs or values are new, the vote "exchanging tensor specs". ``early``: what a training save does in the first.
     """
-    captured = Capture()
+    captured, own_spec = Capture(), b""
     host_names: Mapping[int, str] = {}
 
     def capture_and_announce() -> bytes:
-        nonlocal captured
+        nonlocal captured, own_spec
         request.check_arguments()
         captured = capture_training(request.training, session.rank, differing=differing)
         for message in captured.warnings if session.rank == COORDINATOR_RANK else ():
@@ -162,13 +184,24 @@ def negotiate_save(
         digests_of_values = digest_values(captured.compared) if session.size > 1 else {}
         if has_metrics and session.size > 1:
             digests_of_values["metrics"] = bytes(DIGEST_BYTES)
-        fixed = _ANNOUNCEMENT.pack(cached_key, *digests, merged_digest, host, len(captured.rank_values), len(name))
-        return fixed + name + encode_digests(digests_of_values)
+        own_spec = b"".join((*digests, request.packing_key()))
+        is_known = early is not None and cached_key and own_spec == early.own_spec
+        posted = early.prepare(captured) if early is not None and is_known else b""
+        sizes = len(captured.rank_values), len(name), len(posted)
+        fixed = _ANNOUNCEMENT.pack(cached_key, *digests, merged_digest, host, *sizes)
+        return b"".join((fixed, name, posted, encode_digests(digests_of_values)))
 
     def decide(posted: Sequence[bytes]) -> bytes:
         nonlocal host_names
         announcements = [_split_announcement(raw) for raw in posted]
         decision = _decide_globally(request, announcements)
+        if (
+            early is not None
+            and announcements[COORDINATOR_RANK].posted
+            and _may_open(decision, announcements, differing)
+        ):
+            opened = early.open([announcement.posted for announcement in announcements])
+            decision = msgspec.structs.replace(decision, opened=opened)
         host_names = _name_hosts(_list_host_of(decision), [announcement.host_name for announcement in announcements])
         return _encode(decision)
 
@@ -184,7 +217,24 @@ def negotiate_save(
     directory = decision.spec_directory
     global_spec = directory.build_global_spec(encoded_specs, global_ranks) if directory else None
     host_of = _list_host_of(decision)
-    return SaveAgreement(captured, decision.key, global_spec, merged_values, host_of, host_names, decision.differing)
+    return SaveAgreement(
+        captured,
+        decision.key,
+        global_spec,
+        merged_values,
+        host_of,
+        host_names,
+        decision.differing,
+        b"" if decision.value_ranks else own_spec,
+        decision.opened,
+    )
+
+
+def _may_open(decision: _GlobalDecision, announcements: Sequence[_SaveAnnouncement], differing: bytes) -> bool:
+    """Return whether nothing is left to be negotiated: all ranks know the plan, and no values are to be exchanged."""
+    is_agreed = decision.spec_directory is None and not decision.value_ranks
+    has_new_differing = join_differing(differing, decision.differing) != differing
+    return is_agreed and not has_new_differing and all(announcement.posted for announcement in announcements)
 
 
 def name_differing(session: Session, agreement: SaveAgreement) -> list[str]:
@@ -218,13 +268,17 @@ class _SaveAnnouncement(NamedTuple):
 
     fixed: tuple[Any, ...]
     host_name: bytes
+    posted: bytes
     digest_table: bytes
 
 
 def _split_announcement(raw: bytes) -> _SaveAnnouncement:
-    *fixed, name_bytes = _ANNOUNCEMENT.unpack_from(raw)
-    table_start = _ANNOUNCEMENT.size + name_bytes
-    return _SaveAnnouncement(tuple(fixed), raw[_ANNOUNCEMENT.size : table_start], raw[table_start:])
+    *fixed, name_bytes, posted_bytes = _ANNOUNCEMENT.unpack_from(raw)
+    name_end = _ANNOUNCEMENT.size + name_bytes
+    table_start = name_end + posted_bytes
+    return _SaveAnnouncement(
+        tuple(fixed), raw[_ANNOUNCEMENT.size : name_end], raw[name_end:table_start], raw[table_start:]
+    )
 
 
 def _decide_globally(request: SaveRequestProtocol, announcements: Sequence[_SaveAnnouncement]) -> _GlobalDecision:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +41,16 @@ from rankless.run.journal import Placement, append_entry, describe_event, descri
 from rankless.save.base_checkpoint import KnownRun
 from rankless.save.build_manifest import CheckpointLabel, build_manifest
 from rankless.save.run_output import LiveTensors, NewTag, RunOutput, open_output
-from rankless.save.save_negotiation import SaveAgreement, describe_differing, name_differing, negotiate_save
+from rankless.save.save_negotiation import (
+    EarlyOpening,
+    SaveAgreement,
+    describe_differing,
+    name_differing,
+    negotiate_save,
+)
 from rankless.save.save_operation import SavedShare
 from rankless.save.save_request import SaveRequest
+from rankless.state.capture import Capture
 from rankless.state.model.hf_config import pretrained_files
 from rankless.state.model.model_traversal import model_components
 from rankless.state.step_only_tensors import step_only_tensors
@@ -62,6 +70,7 @@ class SavePlanCache(msgspec.Struct):
 
     ``key`` identifies the plan, ``saves`` counts the saves that were made with it. ``witness`` is the first rank that
     is not on rank 0's host, if there is one. ``differing`` are the encoded names of values that differ between ranks.
+    ``own_spec`` identifies the tensors of this rank in the last save; it is empty if the next one must exchange values.
     ``host_names`` are, on rank 0, the names of hosts by number, and ``hub_layouts`` the files with the layouts of
     models of transformers, for ``hub_plan``.
     """
@@ -71,6 +80,7 @@ class SavePlanCache(msgspec.Struct):
     saves: int = 0
     witness: int | None = None
     differing: bytes = b""
+    own_spec: bytes = b""
     host_names: Mapping[int, str] = msgspec.field(default_factory=dict)
     hub_layouts: Mapping[str, bytes] = msgspec.field(default_factory=dict)
     hub_plan: SavePlan = EMPTY_PLAN
@@ -147,64 +157,90 @@ class TrainingContent:
 
     def prepare(self) -> None:
         """Capture the training state, plan the save, and open its output."""
-        self.plan_and_open(self.agree(), self._choose_identity)
+        request = self.request
+        choose_identity = partial(next_identity, request.path, request.job, request.step)
+        begin = partial(self._begin_output, choose_identity)
+        agreement = self.agree(EarlyOpening(self.cache.own_spec, self._prepare_known, begin))
+        if agreement.opened:
+            self._join_output(agreement.opened)
+        else:
+            self.plan_and_open(agreement, choose_identity)
 
-    def agree(self) -> SaveAgreement:
-        """Capture the training state, and return what all ranks have agreed on. It ends in votes."""
-        agreement = self._negotiate(self.cache.differing)
-        differing = join_differing(self.cache.differing, agreement.differing)
-        if differing != self.cache.differing:
-            names = name_differing(self.share.session, agreement)
-            agreement = self._negotiate(differing)
-            self.cache.differing = differing
+    def agree(self, early: EarlyOpening | None = None) -> SaveAgreement:
+        """Capture the training state, and return what all ranks have agreed on. It ends in votes.
+
+        ``early``: how the output is opened in the first one, if nothing but values has changed since the save before.
+        """
+        cache, session = self.cache, self.share.session
+        global_ranks, has_metrics = self.share.ranks.global_ranks(), bool(self.request.metrics)
+        while True:
+            agreement = negotiate_save(
+                self.request,
+                session,
+                global_ranks,
+                cache.key,
+                differing=cache.differing,
+                has_metrics=has_metrics,
+                early=early,
+            )
+            differing = join_differing(cache.differing, agreement.differing)
+            if differing == cache.differing:
+                break
+            names = name_differing(session, agreement)
+            cache.differing = differing
             if names:
                 warn_caller(describe_differing(names, _STORED_BY_RANK))
         self.share.captured, self._merged_values = agreement.captured, agreement.merged_values
         self.share.captured.compared.clear()  # else tensors would be kept until the save ends
-        self.cache.host_names = agreement.host_names or self.cache.host_names
+        cache.own_spec = agreement.own_spec
+        cache.host_names = agreement.host_names or cache.host_names
         self._hosts = len(set(agreement.host_of))
-        self._placement = describe_placement(agreement.host_of, self.cache.host_names)
+        self._placement = describe_placement(agreement.host_of, cache.host_names)
         return agreement
-
-    def _negotiate(self, differing: bytes) -> SaveAgreement:
-        ranks = self.share.ranks.global_ranks()
-        return negotiate_save(
-            self.request,
-            self.share.session,
-            ranks,
-            self.cache.key,
-            differing=differing,
-            has_metrics=bool(self.request.metrics),
-        )
 
     def plan_and_open(self, agreement: SaveAgreement, choose_identity: Callable[[], CheckpointIdentity]) -> None:
         """Plan, check that replicas are equal, and open the output. It ends in votes.
 
         ``choose_identity`` returns the identity of the new checkpoint, on rank 0, in the vote "preparing the save".
         """
-        cache, output = self.cache, self.output
 
-        def plan_and_compare() -> _PreparedSave:
+        def plan_and_prepare() -> bytes:
             self.update_plan(agreement)
-            tensors, frozen = self.share.captured.tensors, self.share.captured.frozen
-            versions = {key: tensors[key].version for key in sorted(frozen)}
-            live = LiveTensors(tensors, frozen, versions, cache.saves)
-            return _PreparedSave(self.hash_replicas(), output.prepare(self.share.plan, live, cache.witness))
+            return self._prepare_output()
 
-        def open_pending(posted: list[bytes]) -> bytes:
-            prepared = [msgspec.msgpack.decode(raw, type=_PreparedSave) for raw in posted]
-            if not replica_comparison.have_equal_replicas([rank.digests for rank in prepared]):
-                return _encode(_OpenedSave())
-            self.identity, self.started_at = choose_identity(), round(time.time(), 6)
-            begun = output.begin(self.identity, [rank.prepared for rank in prepared])
-            return _encode(_OpenedSave(self.identity, begun))
+        begin = partial(self._begin_output, choose_identity)
+        _, opened = self.share.session.vote("preparing the save", plan_and_prepare, bytes, begin)
+        self._join_output(opened)
 
-        _, raw = self.share.session.vote("preparing the save", plan_and_compare, _encode, open_pending)
+    def _prepare_known(self, captured: Capture) -> bytes:
+        """Prepare with the plan of the save before, on each rank that has the tensors that it is for."""
+        self.share.captured, self.share.plan = captured, self.cache.plan
+        return self._prepare_output()
+
+    def _prepare_output(self) -> bytes:
+        """Give the plan to the output. Return what rank 0 must know, with digests of replicas: called in a vote."""
+        tensors, frozen = self.share.captured.tensors, self.share.captured.frozen
+        versions = {key: tensors[key].version for key in sorted(frozen)}
+        live = LiveTensors(tensors, frozen, versions, self.cache.saves)
+        digests = self.hash_replicas()
+        return _encode(_PreparedSave(digests, self.output.prepare(self.share.plan, live, self.cache.witness)))
+
+    def _begin_output(self, choose_identity: Callable[[], CheckpointIdentity], posted: list[bytes]) -> bytes:
+        """Compare the digests of replicas, and open the output, on rank 0 in the same vote. Return the decision."""
+        prepared = [msgspec.msgpack.decode(raw, type=_PreparedSave) for raw in posted]
+        if not replica_comparison.have_equal_replicas([rank.digests for rank in prepared]):
+            return _encode(_OpenedSave())
+        self.identity, self.started_at = choose_identity(), round(time.time(), 6)
+        begun = self.output.begin(self.identity, [rank.prepared for rank in prepared])
+        return _encode(_OpenedSave(self.identity, begun))
+
+    def _join_output(self, raw: bytes) -> None:
+        """Take part in what rank 0 has opened. All ranks call it after the vote; it may end in another one."""
         opened = msgspec.msgpack.decode(raw, type=_OpenedSave)
         self.accept_identity(opened.identity)
-        output.join(opened.begun)
+        self.output.join(opened.begun)
         trusts_versions = self._is_overlapped and self.request.options.staging_check != "full"
-        self.share.plan = output.omit_unchanged(trusts_versions=trusts_versions)
+        self.share.plan = self.output.omit_unchanged(trusts_versions=trusts_versions)
 
     def accept_identity(self, identity: CheckpointIdentity | None) -> None:
         """Note the identity of the new checkpoint. Raise ``ReplicaMismatchError`` without one. All ranks call it."""
@@ -227,10 +263,6 @@ class TrainingContent:
             hosts = list(enumerate(agreement.host_of))
             cache.witness = next((rank for rank, host in hosts if host != agreement.host_of[0]), None)
         self.share.plan = cache.plan
-
-    def _choose_identity(self) -> CheckpointIdentity:
-        """Return the identity of the new checkpoint, on rank 0."""
-        return next_identity(self.request.path, self.request.job, self.request.step)
 
     def choose_copies(self, arena: Arena) -> tuple[Arena, DeferredCopies]:
         """See :class:`Content`."""

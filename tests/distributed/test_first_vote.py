@@ -1,0 +1,173 @@
+"""A save of the tensors of the save before opens its output in the first vote; any other one in a vote of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rankless
+from rankless.engine.comm.session import Session
+from rankless.errors import RankFailedError, ReplicaMismatchError
+from tests.helpers.pairwise import first_of
+from tests.helpers.pool import Ranks
+from tests.helpers.run_directories import list_names
+from tests.helpers.stateful import Counter
+from tests.helpers.training import train_run
+
+LOOKING, PREPARING, WRITING = "looking at what to save", "preparing the save", "writing"
+
+
+@contextlib.contextmanager
+def recorded_phases() -> Iterator[list[str]]:
+    """The phases of the votes of this rank, in order."""
+    phases, begin_vote = list[str](), Session.begin_vote
+
+    def record(session: Session, phase: str, *arguments: Any) -> Any:
+        phases.append(phase)
+        return begin_vote(session, phase, *arguments)
+
+    with mock.patch.object(Session, "begin_vote", record):
+        yield phases
+
+
+class Job:
+    """One rank of a training, with a second model whose tensors change, and a value that each rank has."""
+
+    def __init__(self, path: str, **options: Any) -> None:
+        self.path, self.rank, self.saves = Path(path), dist.get_rank(), 0
+        self.options = {"async_save": False, **options}
+        self.directory = rankless.RunDirectory(path, **self.options)
+        self.run = train_run("fsdp", "sgd")
+        self.extra = {"same": torch.zeros(300)}
+        self.counter = Counter()
+
+    def change(self, what: str) -> None:
+        self.run.step(self.saves)
+        if what == "shape":
+            self.extra["same"] = torch.zeros(len(self.extra["same"]) + 1)
+        elif what == "shape on rank 1" and self.rank == 1:
+            self.extra["only"] = torch.ones(len(self.extra.get("only", ())) + 1)
+        elif what == "learning rate":
+            self.run.optimizer.param_groups[0]["lr"] *= 0.5
+        elif what == "value on rank 1" and self.rank == 1:
+            self.counter.count += 1
+        elif what == "replica on rank 1" and self.rank == 1:
+            self.extra["same"][0] += 1
+
+    def save(self) -> list[str]:
+        """Save, and return the phases of the votes."""
+        self.saves += 1
+        with recorded_phases() as phases, warnings.catch_warnings(action="ignore"):
+            self.save_in(self.directory, f"s{self.saves}")
+        return phases
+
+    def save_in(self, directory: rankless.RunDirectory, tag: str) -> None:
+        model, stateful = {"main": self.run.model, "extra": self.extra}, {"counter": self.counter}
+        directory.save(tag, model, self.run.optimizer, stateful=stateful, step=self.saves).wait()
+
+    def check_bytes(self) -> None:
+        """Compare the files of tensors with those of a save that knows nothing of earlier ones."""
+        with warnings.catch_warnings(action="ignore"):
+            self.save_in(rankless.RunDirectory(self.path.with_name("alone")), f"s{self.saves}")
+        saved, alone = (path / f"s{self.saves}" for path in (self.path, self.path.with_name("alone")))
+        names = sorted(file.relative_to(alone) for file in alone.rglob("*.safetensors"))
+        assert len(names) > 2
+        assert [(saved / name).read_bytes() for name in names] == [(alone / name).read_bytes() for name in names]
+
+
+CHANGES = ["nothing", "learning rate", "shape", "shape on rank 1", "value on rank 1"]
+
+
+def save_after(path: str, changes: list[str], options: dict[str, Any]) -> list[list[str]]:
+    """Save, and again after each change. Return the phases of the votes of each save."""
+    job = Job(path, **options)
+    phases = [job.save()]
+    for what in changes:
+        job.change(what)
+        phases.append(job.save())
+        job.check_bytes()
+    return phases
+
+
+def test_a_save_of_the_same_tensors_holds_one_vote_less(ranks: Ranks, tmp_path: Path) -> None:
+    of_ranks = ranks(2, save_after, str(tmp_path / "run"), ["nothing", "learning rate", "nothing"], {})
+    assert of_ranks[0] == of_ranks[1]
+    first, *later = of_ranks[0]
+    assert first == [LOOKING, PREPARING, WRITING]
+    assert later == [[LOOKING, WRITING]] * 3
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"incremental": True, "keep_full_every": 3}, {"async_save": True, "staging": "overlapped"}]
+)
+@first_of(1, "seed", range(6))
+def test_random_changes_between_saves(ranks: Ranks, tmp_path: Path, options: dict[str, Any], seed: int) -> None:
+    changes = random.Random(seed).choices(CHANGES, k=8)
+    of_ranks = ranks(2, save_after, str(tmp_path / "run"), changes, options)
+    assert of_ranks[0] == of_ranks[1]
+    for what, phases in zip(changes, of_ranks[0][1:], strict=True):
+        if what != "value on rank 1":  # negotiated once more if it is the first that differs
+            assert (PREPARING in phases) == what.startswith("shape"), (what, phases)
+
+
+def save_after_faults(path: str, where: list[str], who: int) -> list[list[str]]:
+    """Save. Then save with each fault on one rank, and once more without. Return the names in the run directory."""
+    job, names = Job(path), list[list[str]]()
+    job.save()
+    for place in where:
+        job.run.step(job.saves)
+        fault = mock.patch(place, side_effect=ZeroDivisionError) if job.rank == who else contextlib.nullcontext()
+        with fault, pytest.raises(RankFailedError, match="ZeroDivisionError"):
+            job.save()
+        dist.barrier()
+        names.append(list_names(Path(path)))
+        job.save()
+        job.check_bytes()
+    return names
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_fault_in_the_first_vote_leaves_nothing(ranks: Ranks, tmp_path: Path, who: int) -> None:
+    where = [
+        "rankless.save.save_negotiation.capture_training",
+        "rankless.engine.integrity.replica_comparison.digest_replicas",
+        "rankless.save.folder_output.RunFolderOutput.prepare",
+        "rankless.save.shard_writer.write_file_ranges",
+    ]
+    if who == 0:
+        where += [
+            "rankless.save.training_content.next_identity",
+            "rankless.run.pending_dir.PendingDirectory.create",
+            "rankless.engine.io.checkpoint_files.CheckpointFiles.create_files",
+        ]
+    for names in ranks(2, save_after_faults, str(tmp_path / "run"), where, who):
+        assert not [name for of_fault in names for name in of_fault if "partial" in name]
+
+
+def save_with_other_replica(path: str) -> list[str]:
+    job = Job(path)
+    job.save()
+    job.change("replica on rank 1")
+    with pytest.raises(ReplicaMismatchError, match="same"):
+        job.save()
+    dist.barrier()
+    names = list_names(Path(path))
+    job.extra["same"].zero_()
+    dist.barrier()
+    assert PREPARING in job.save()  # all is hashed again
+    job.check_bytes()
+    return names
+
+
+def test_replicas_that_differ_are_found_in_the_first_vote(ranks: Ranks, tmp_path: Path) -> None:
+    names, _ = ranks(2, save_with_other_replica, str(tmp_path / "run"))
+    assert [name for name in names if not name.startswith(".")] == ["s1"]
