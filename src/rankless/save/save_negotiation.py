@@ -114,7 +114,7 @@ class _RankContribution(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EarlyOpening(NamedTuple):
-    """How a save opens its output in its first vote, if nothing but values has changed since the save before.
+    """The opening of the output in the first vote of a save, if nothing but values has changed since the save before.
 
     ``own_spec`` identifies the spec of this rank in that save: see :attr:`SaveAgreement.own_spec`. If it is the same,
     ``prepare`` is called with the captured state. If that is so on all ranks, ``open`` is called on rank 0 with the
