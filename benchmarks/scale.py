@@ -43,8 +43,9 @@ class Cluster:
 
 CLUSTER = Cluster()
 
-#: The votes of a save, without the one in which groups of ranks report CRCs, and the data files a rank writes into.
-VOTES, FILES = 5, 2
+#: The votes of a save with a cached plan, with the one in which the ranks leave, without the one in which groups of
+#: ranks report CRCs, and the data files a rank writes into.
+VOTES, FILES = 4, 2
 
 #: The bytes of state of each rank, and the mean time between failures, in seconds, of 16,384 ranks.
 STATE, FAILURES = 350e6, 3.09 * 3600

@@ -7,7 +7,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,10 +161,19 @@ def load_latest(path: Path, timeout: float = 60.0) -> int:
     return int(step)
 
 
+def _save_in_vain(checkpointer: rankless.RunDirectory, save_kind: str) -> None:
+    """Let a save fail on all ranks, so that the next one knows the plan, and nothing else has changed."""
+    broken = mock.patch("rankless.save.shard_writer.write_file_ranges", side_effect=OSError("broken"))
+    with broken, suppress(rankless.RanklessError, OSError):
+        save_step_with(checkpointer, 2, save_kind)
+
+
 def save_or_load(rank: Rank, path: Path, case: Case, action: str) -> str:
     """Save step 2, or load, as one rank; ``action`` is what happens to the victim at the point."""
     state.build_shards(0)
     checkpointer = open_run(path, TIMEOUT) if case.save_kind else None
+    if checkpointer is not None and case.point.condition == "a second save":
+        _save_in_vain(checkpointer, case.save_kind)
     rank.wait_for_all_ranks()  # all ranks start together
     with ExitStack() as stack:
         if case.point.condition == "buckets of ranks":

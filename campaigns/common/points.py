@@ -31,6 +31,7 @@ class Point:
 _POST = "rankless.engine.comm.vote.VoteRound.post_outcome"
 _HOST_VOTE = "rankless.engine.comm.host_vote_channel.HostVoteChannel"
 _WRITER = "rankless.storage.direct_io.DirectWriter"
+_CONTENT = "rankless.save.training_content.TrainingContent"
 _STAGING = "rankless.run.pending_dir.PendingDirectory"
 
 SAVE_POINTS = (
@@ -45,6 +46,13 @@ SAVE_POINTS = (
     Point("sizing a file", "rankless.storage.posix.allocate_space", rank_0_only=True),
     Point("pending directory created", f"{_STAGING}.create", after=True, rank_0_only=True),
     Point("prepared", _POST, after=True, phase="preparing the save"),
+    Point("preparing in the first vote", f"{_CONTENT}._prepare_known", condition="a second save"),
+    Point("prepared in the first vote", f"{_CONTENT}._prepare_known", after=True, condition="a second save"),
+    Point("posted in the first vote", _POST, after=True, phase="looking at what to save", condition="a second save"),
+    Point("opening in the first vote", f"{_CONTENT}._begin_output", rank_0_only=True, condition="a second save"),
+    Point(
+        "opened in the first vote", f"{_CONTENT}._begin_output", after=True, rank_0_only=True, condition="a second save"
+    ),
     Point("making a gloo group", "rankless.engine.comm.session._make_gloo_group", condition="a second process group"),
     Point("staging", "rankless.save.shard_writer.stage_tensors", condition="asynchronous"),
     Point("staged", _POST, after=True, phase="copying what is to be saved", condition="asynchronous"),
