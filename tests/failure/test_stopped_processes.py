@@ -15,6 +15,7 @@ import torch.distributed as dist
 import rankless
 from rankless.engine.comm.daemon_executor import DaemonExecutor
 from rankless.engine.comm.job_store import DeadlineStore
+from rankless.engine.comm.session import Session
 from rankless.errors import RankTimeoutError, TagExistsError
 from rankless.save.shard_writer import ShardWriter
 from rankless.storage import atomic_rename
@@ -46,6 +47,22 @@ def test_a_store_that_does_not_answer_is_waited_for_once_and_may_come_back() -> 
     blocked.awake.set()
     time.sleep(0.05)
     assert store.check(["a"])
+
+
+class StoppedHost(Blocked):
+    """A store in a process that is stopped while the ranks work, and stays so."""
+
+    def set(self, _: str, __: bytes) -> None:
+        self.awake.wait(10)
+
+
+def test_a_rank_that_has_waited_for_another_one_does_not_wait_as_long_for_its_store() -> None:
+    """The process that did not come may be the one that has the store."""
+    session = Session(DeadlineStore(StoppedHost(), DaemonExecutor("test"), 5.0), 1, 2, 5.0)
+    started = time.monotonic()
+    with pytest.raises(RankTimeoutError, match="did not answer while writing"):
+        session.run_on_all("writing", lambda: (_ for _ in ()).throw(RankTimeoutError("another rank did not come")))
+    assert time.monotonic() - started < 3
 
 
 SCRIPT = """

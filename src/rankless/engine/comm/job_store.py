@@ -30,6 +30,10 @@ class DeadlineStore:
     def __init__(self, store: Store, executor: DaemonExecutor, seconds: float) -> None:
         self._store, self._executor, self._seconds = store, executor, seconds
 
+    def limit_waits(self, seconds: float) -> None:
+        """Wait for no answer longer than ``seconds`` from now on. A session calls it when its time is over already."""
+        self._seconds = min(self._seconds, seconds)
+
     def is_open(self) -> bool:
         """Return whether keys can be set without waiting for another rank."""
         return True

@@ -242,6 +242,8 @@ class Session:
             outcome = msgspec.structs.replace(outcome, phase=phase)
         if self._agreement.hosts is None:
             outcome = msgspec.structs.replace(outcome, host=digest_bytes(reachable_id().encode(), _HOST_BYTES))
+        if isinstance(error, RankTimeoutError):  # the rank that is missing may host the store
+            self.store.limit_waits(GRACE_SECONDS)
         with translate_store_errors(phase):
             vote_round.post_outcome(self.rank, outcome)
         finish = partial(self._finish_vote, vote_round, decide, attempt, error)

@@ -179,9 +179,11 @@ class BaseComparison:
         parts = [[part for part in ranges if (part.tensor in frozen) == is_frozen] for is_frozen in (False, True)]
         compared = parts[1:] if has_changed else parts
         sampled = [part for of in compared for part in _spread(of, _SAMPLES, self._number)]
-        if not clones and sampled and not all(self._compare(number, sampled[:1])):
+        first = 0 if clones else 1
+        matches = self._compare(number, sampled[:first])
+        if not all(matches):
             return FileSamples(all_match=False, any_match=False)
-        matches = self._compare(number, sampled)
+        matches += self._compare(number, sampled[first:])
         return FileSamples(all(matches) and not has_changed, any(matches))
 
     def _compare(self, number: int, ranges: Sequence[FileRange]) -> list[bool]:
