@@ -166,13 +166,45 @@ def negotiate_save(
     All ranks of a training save, or of one component, call it first. It holds the vote "looking at what to save", and,
     if specs or values are new, the vote "exchanging tensor specs". ``early``: what a training save does in the first.
     """
-    captured, own_spec = Capture(), b""
-    host_names: Mapping[int, str] = {}
+    one = _Negotiation(request, session, cached_key, differing, has_metrics, early)
+    raw = vote_same_call(session, "looking at what to save", request.describe_call, one.announce, one.decide)
+    decision = msgspec.msgpack.decode(raw, type=_GlobalDecision)
+    encoded_specs, merged_values = _exchange_specs(session, one.captured, decision)
+    directory = decision.spec_directory
+    return SaveAgreement(
+        one.captured,
+        decision.key,
+        directory.build_global_spec(encoded_specs, global_ranks) if directory else None,
+        merged_values,
+        _list_host_of(decision),
+        one.host_names,
+        decision.differing,
+        b"" if decision.value_ranks else one.own_spec,
+        decision.opened,
+    )
 
-    def capture_and_announce() -> bytes:
-        nonlocal captured, own_spec
+
+class _Negotiation(msgspec.Struct):
+    """The work of one rank in the vote "looking at what to save". The fields are the arguments of the negotiation.
+
+    ``captured`` and ``own_spec`` are set by :meth:`announce`, ``host_names`` by :meth:`decide`.
+    """
+
+    request: SaveRequestProtocol
+    session: Session
+    cached_key: bytes
+    differing: bytes
+    has_metrics: bool
+    early: EarlyOpening | None
+    captured: Capture = msgspec.field(default_factory=Capture)
+    own_spec: bytes = b""
+    host_names: Mapping[int, str] = msgspec.field(default_factory=dict)
+
+    def announce(self) -> bytes:
+        """Capture the training state, and return the announcement of this rank."""
+        request, session, early = self.request, self.session, self.early
         request.check_arguments()
-        captured = capture_training(request.training, session.rank, differing=differing)
+        self.captured = captured = capture_training(request.training, session.rank, differing=self.differing)
         for message in captured.warnings if session.rank == COORDINATOR_RANK else ():
             warn_caller(message)
         digests = digest_specs(captured.inventory.build_spec(), captured.inventory.build_meshes())
@@ -180,54 +212,28 @@ def negotiate_save(
         check_rank_state(captured, merged)
         host = digest_bytes(host_id().encode(), _HOST_BYTES)
         merged_digest = digest_bytes(merged, _VALUES_BYTES)
-        name = b"" if cached_key else host_name().encode()[:_MAX_NAME]
+        name = b"" if self.cached_key else host_name().encode()[:_MAX_NAME]
         digests_of_values = digest_values(captured.compared) if session.size > 1 else {}
-        if has_metrics and session.size > 1:
+        if self.has_metrics and session.size > 1:
             digests_of_values["metrics"] = bytes(DIGEST_BYTES)
-        own_spec = b"".join((*digests, request.packing_key()))
-        is_known = early is not None and cached_key and own_spec == early.own_spec
+        self.own_spec = b"".join((*digests, request.packing_key()))
+        is_known = early is not None and self.cached_key and self.own_spec == early.own_spec
         posted = early.prepare(captured) if early is not None and is_known else b""
         sizes = len(captured.rank_values), len(name), len(posted)
-        fixed = _ANNOUNCEMENT.pack(cached_key, *digests, merged_digest, host, *sizes)
+        fixed = _ANNOUNCEMENT.pack(self.cached_key, *digests, merged_digest, host, *sizes)
         return b"".join((fixed, name, posted, encode_digests(digests_of_values)))
 
-    def decide(posted: Sequence[bytes]) -> bytes:
-        nonlocal host_names
+    def decide(self, posted: Sequence[bytes]) -> bytes:
+        """Decide on the announcements, on rank 0. Open the output if nothing is left to be negotiated."""
         announcements = [_split_announcement(raw) for raw in posted]
-        decision = _decide_globally(request, announcements)
-        if (
-            early is not None
-            and announcements[COORDINATOR_RANK].posted
-            and _may_open(decision, announcements, differing)
-        ):
+        decision = _decide_globally(self.request, announcements)
+        early, is_prepared = self.early, announcements[COORDINATOR_RANK].posted
+        if early is not None and is_prepared and _may_open(decision, announcements, self.differing):
             opened = early.open([announcement.posted for announcement in announcements])
             decision = msgspec.structs.replace(decision, opened=opened)
-        host_names = _name_hosts(_list_host_of(decision), [announcement.host_name for announcement in announcements])
+        names = [announcement.host_name for announcement in announcements]
+        self.host_names = _name_hosts(_list_host_of(decision), names)
         return _encode(decision)
-
-    raw = vote_same_call(
-        session,
-        "looking at what to save",
-        request.describe_call,
-        capture_and_announce,
-        decide,
-    )
-    decision = msgspec.msgpack.decode(raw, type=_GlobalDecision)
-    encoded_specs, merged_values = _exchange_specs(session, captured, decision)
-    directory = decision.spec_directory
-    global_spec = directory.build_global_spec(encoded_specs, global_ranks) if directory else None
-    host_of = _list_host_of(decision)
-    return SaveAgreement(
-        captured,
-        decision.key,
-        global_spec,
-        merged_values,
-        host_of,
-        host_names,
-        decision.differing,
-        b"" if decision.value_ranks else own_spec,
-        decision.opened,
-    )
 
 
 def _may_open(decision: _GlobalDecision, announcements: Sequence[_SaveAnnouncement], differing: bytes) -> bool:
