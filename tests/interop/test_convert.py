@@ -269,9 +269,9 @@ def test_damage_in_the_source_is_found_and_nothing_is_left(saved: Path, tmp_path
 
 
 def test_what_was_written_is_read_back(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rankless.conversion import pipeline
+    from rankless.conversion import folder_output
 
-    write = pipeline.write_file_ranges
+    write = folder_output.write_file_ranges
 
     def lossy(files: Any, *rest: Any) -> Any:
         actual = write(files, *rest)
@@ -282,7 +282,7 @@ def test_what_was_written_is_read_back(saved: Path, tmp_path: Path, monkeypatch:
             file.write(bytes([byte[0] ^ 4]))
         return actual
 
-    monkeypatch.setattr(pipeline, "write_file_ranges", lossy)
+    monkeypatch.setattr(folder_output, "write_file_ranges", lossy)
     with pytest.raises(CorruptCheckpointError, match="not what was written"):
         rankless.convert(saved, tmp_path / "out", to="native")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
