@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 import rankless
 from rankless.engine.comm.session import Session
-from rankless.errors import RankFailedError, ReplicaMismatchError
+from rankless.errors import RankFailedError, ReplicaMismatchError, StorageError
+from rankless.run.journal import read_journal
 from tests.helpers.pairwise import first_of
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_names
@@ -171,3 +172,48 @@ def save_with_other_replica(path: str) -> list[str]:
 def test_replicas_that_differ_are_found_in_the_first_vote(ranks: Ranks, tmp_path: Path) -> None:
     names, _ = ranks(2, save_with_other_replica, str(tmp_path / "run"))
     assert [name for name in names if not name.startswith(".")] == ["s1"]
+
+
+def save_after_an_interrupt(path: str, where: str, who: int) -> list[list[str]]:
+    """Save. Interrupt the first save of other tensors on one rank, and save these and the first ones again."""
+    job, phases = Job(path, timeout=3), [list[str]()]
+    job.save()
+    for what in ("shape", "names"):
+        before = job.extra
+        job.change(what)
+        job.extra = {"other": torch.ones(7)} if what == "names" else job.extra
+        interrupt = mock.patch(where, side_effect=KeyboardInterrupt) if job.rank == who else contextlib.nullcontext()
+        with interrupt, pytest.raises((KeyboardInterrupt, rankless.RanklessError)):
+            job.save()
+        dist.barrier()
+        for extra in (job.extra, job.extra, before, job.extra):
+            job.extra = extra
+            phases.append(job.save())
+            job.check_bytes()
+    return phases
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("where", ["describe_placement", "parse_size", "plan_save"])
+def test_an_interrupt_before_the_plan_leaves_no_wrong_one(ranks: Ranks, tmp_path: Path, where: str, who: int) -> None:
+    """The plan in the cache must be that of the spec in the cache."""
+    place = f"rankless.save.training_content.{where}"
+    assert len(ranks(2, save_after_an_interrupt, str(tmp_path / "run"), place, who)[0]) == 9
+
+
+def save_with_a_full_disk(path: str) -> None:
+    job = Job(path)
+    job.save()
+    job.change("nothing")
+    full = mock.patch("rankless.run.pending_dir.PendingDirectory.create", side_effect=StorageError(28, "full"))
+    with full, pytest.raises(StorageError, match="full"):
+        job.save()
+
+
+def test_the_journal_says_where_the_ranks_of_a_failed_save_were(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, save_with_a_full_disk, str(tmp_path / "run"))
+    saved, failed = (
+        [entry for entry in read_journal(tmp_path / "run") if entry.kind == kind] for kind in ("saved", "failed")
+    )
+    assert failed[-1].placement == saved[0].placement
+    assert failed[-1].hosts == saved[0].hosts == 1

@@ -70,7 +70,8 @@ class SavePlanCache(msgspec.Struct):
 
     ``key`` identifies the plan, ``saves`` counts the saves that were made with it. ``witness`` is the first rank that
     is not on rank 0's host, if there is one. ``differing`` are the encoded names of values that differ between ranks.
-    ``own_spec`` identifies the tensors of this rank in the last save; it is empty if the next one must exchange values.
+    ``own_spec`` identifies the tensors of this rank that the plan is for; it is empty if values must be exchanged.
+    ``hosts`` and ``placement`` say where the ranks of the last save were, for the journal.
     ``host_names`` are, on rank 0, the names of hosts by number, and ``hub_layouts`` the files with the layouts of
     models of transformers, for ``hub_plan``.
     """
@@ -81,6 +82,8 @@ class SavePlanCache(msgspec.Struct):
     witness: int | None = None
     differing: bytes = b""
     own_spec: bytes = b""
+    hosts: int = 0
+    placement: Placement = ()
     host_names: Mapping[int, str] = msgspec.field(default_factory=dict)
     hub_layouts: Mapping[str, bytes] = msgspec.field(default_factory=dict)
     hub_plan: SavePlan = EMPTY_PLAN
@@ -192,10 +195,9 @@ class TrainingContent:
                 warn_caller(describe_differing(names, _STORED_BY_RANK))
         self.share.captured, self._merged_values = agreement.captured, agreement.merged_values
         self.share.captured.compared.clear()  # else tensors would be kept until the save ends
-        cache.own_spec = agreement.own_spec
         cache.host_names = agreement.host_names or cache.host_names
-        self._hosts = len(set(agreement.host_of))
-        self._placement = describe_placement(agreement.host_of, cache.host_names)
+        self._hosts = cache.hosts = len(set(agreement.host_of))
+        self._placement = cache.placement = describe_placement(agreement.host_of, cache.host_names)
         return agreement
 
     def plan_and_open(self, agreement: SaveAgreement, choose_identity: Callable[[], CheckpointIdentity]) -> None:
@@ -215,6 +217,7 @@ class TrainingContent:
     def _prepare_known(self, captured: Capture) -> bytes:
         """Prepare with the plan of the save before, on each rank that has the tensors that it is for."""
         self.share.captured, self.share.plan = captured, self.cache.plan
+        self._hosts, self._placement = self.cache.hosts, self.cache.placement
         return self._prepare_output()
 
     def _prepare_output(self) -> bytes:
@@ -253,6 +256,7 @@ class TrainingContent:
     def update_plan(self, agreement: SaveAgreement) -> None:
         """Plan the save, unless the plan of an earlier one is still right."""
         cache, session, grain = self.cache, self.share.session, self.output.grain
+        cache.own_spec = b""  # until the plan is that of this spec, whatever interrupts it
         if agreement.global_spec is not None:
             cache.key = b""
             limit = parse_size(self.request.options.max_shard_size)
@@ -262,7 +266,7 @@ class TrainingContent:
             cache.key, cache.saves = agreement.key, 0
             hosts = list(enumerate(agreement.host_of))
             cache.witness = next((rank for rank, host in hosts if host != agreement.host_of[0]), None)
-        self.share.plan = cache.plan
+        self.share.plan, cache.own_spec = cache.plan, agreement.own_spec
 
     def choose_copies(self, arena: Arena) -> tuple[Arena, DeferredCopies]:
         """See :class:`Content`."""
