@@ -18,6 +18,11 @@ import rankless
 from rankless.engine.comm.session import Session
 from rankless.errors import RankFailedError, ReplicaMismatchError, StorageError
 from rankless.run.journal import read_journal
+from rankless.run.lookup import resolve_checkpoint_path
+from rankless.storage.object_path import make_object_path
+from rankless.storage.store import store_of
+from tests.helpers.fake_http import BUCKET
+from tests.helpers.fake_s3 import FakeS3, store_at
 from tests.helpers.pairwise import first_of
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_names
@@ -43,10 +48,12 @@ def recorded_phases() -> Iterator[list[str]]:
 class Job:
     """One rank of a training, with a second model whose tensors change, and a value that each rank has."""
 
-    def __init__(self, path: str, **options: Any) -> None:
-        self.path, self.rank, self.saves = Path(path), dist.get_rank(), 0
-        self.options = {"async_save": False, **options}
-        self.directory = rankless.RunDirectory(path, **self.options)
+    def __init__(self, base: str, place: str = "folder", **options: Any) -> None:
+        self.rank, self.saves, self.alone = dist.get_rank(), 0, Path(base, "alone")
+        is_bucket = place.startswith("http")
+        self.path = make_object_path(store_at(place), f"{BUCKET}/run") if is_bucket else Path(base, "run")
+        local = rankless.LocalTier(Path(base, "tier"), drain_every=1) if place == "tier" else None
+        self.directory = rankless.RunDirectory(self.path, **{"async_save": False, "local": local, **options})
         self.run = train_run("fsdp", "sgd")
         self.extra = {"same": torch.zeros(300)}
         self.counter = Counter()
@@ -78,19 +85,21 @@ class Job:
     def check_bytes(self) -> None:
         """Compare the files of tensors with those of a save that knows nothing of earlier ones."""
         with warnings.catch_warnings(action="ignore"):
-            self.save_in(rankless.RunDirectory(self.path.with_name("alone")), f"s{self.saves}")
-        saved, alone = (path / f"s{self.saves}" for path in (self.path, self.path.with_name("alone")))
-        names = sorted(file.relative_to(alone) for file in alone.rglob("*.safetensors"))
+            self.save_in(rankless.RunDirectory(self.alone), f"s{self.saves}")
+        names = sorted(str(file.relative_to(self.alone)) for file in self.alone.glob(f"s{self.saves}/**/*.safetensors"))
         assert len(names) > 2
-        assert [(saved / name).read_bytes() for name in names] == [(alone / name).read_bytes() for name in names]
+        folder = resolve_checkpoint_path(self.path / f"s{self.saves}")
+        for name in names:
+            saved = store_of(folder).read_small(folder / name.partition("/")[2])
+            assert saved == (self.alone / name).read_bytes()
 
 
 CHANGES = ["nothing", "learning rate", "shape", "shape on rank 1", "value on rank 1"]
 
 
-def save_after(path: str, changes: list[str], options: dict[str, Any]) -> list[list[str]]:
+def save_after(base: str, place: str, changes: list[str], options: dict[str, Any]) -> list[list[str]]:
     """Save, and again after each change. Return the phases of the votes of each save."""
-    job = Job(path, **options)
+    job = Job(base, place, **options)
     phases = [job.save()]
     for what in changes:
         job.change(what)
@@ -100,29 +109,34 @@ def save_after(path: str, changes: list[str], options: dict[str, Any]) -> list[l
 
 
 def test_a_save_of_the_same_tensors_holds_one_vote_less(ranks: Ranks, tmp_path: Path) -> None:
-    of_ranks = ranks(2, save_after, str(tmp_path / "run"), ["nothing", "learning rate", "nothing"], {})
+    of_ranks = ranks(2, save_after, str(tmp_path), "folder", ["nothing", "learning rate", "nothing"], {})
     assert of_ranks[0] == of_ranks[1]
     first, *later = of_ranks[0]
     assert first == [LOOKING, PREPARING, WRITING]
     assert later == [[LOOKING, WRITING]] * 3
 
 
+@pytest.mark.parametrize("place", ["folder", "bucket", "tier"])
 @pytest.mark.parametrize(
     "options", [{}, {"incremental": True, "keep_full_every": 3}, {"async_save": True, "staging": "overlapped"}]
 )
 @first_of(1, "seed", range(6))
-def test_random_changes_between_saves(ranks: Ranks, tmp_path: Path, options: dict[str, Any], seed: int) -> None:
+def test_random_changes_between_saves(
+    ranks: Ranks, tmp_path: Path, place: str, options: dict[str, Any], seed: int
+) -> None:
     changes = random.Random(seed).choices(CHANGES, k=8)
-    of_ranks = ranks(2, save_after, str(tmp_path / "run"), changes, options)
+    with FakeS3().served() if place == "bucket" else contextlib.nullcontext(place) as where:
+        of_ranks = ranks(2, save_after, str(tmp_path), where, changes, options)
     assert of_ranks[0] == of_ranks[1]
     for what, phases in zip(changes, of_ranks[0][1:], strict=True):
         if what != "value on rank 1":  # negotiated once more if it is the first that differs
-            assert (PREPARING in phases) == what.startswith("shape"), (what, phases)
+            # The tier reserves memory in a vote of its own.
+            assert (PREPARING in phases) == (what.startswith("shape") or place == "tier"), (what, phases)
 
 
-def save_after_faults(path: str, where: list[str], who: int) -> list[list[str]]:
+def save_after_faults(base: str, where: list[str], who: int) -> list[list[str]]:
     """Save. Then save with each fault on one rank, and once more without. Return the names in the run directory."""
-    job, names = Job(path), list[list[str]]()
+    job, names = Job(base), list[list[str]]()
     job.save()
     for place in where:
         job.run.step(job.saves)
@@ -130,7 +144,7 @@ def save_after_faults(path: str, where: list[str], who: int) -> list[list[str]]:
         with fault, pytest.raises(RankFailedError, match="ZeroDivisionError"):
             job.save()
         dist.barrier()
-        names.append(list_names(Path(path)))
+        names.append(list_names(job.path))
         job.save()
         job.check_bytes()
     return names
@@ -150,18 +164,18 @@ def test_a_fault_in_the_first_vote_leaves_nothing(ranks: Ranks, tmp_path: Path, 
             "rankless.run.pending_dir.PendingDirectory.create",
             "rankless.engine.io.checkpoint_files.CheckpointFiles.create_files",
         ]
-    for names in ranks(2, save_after_faults, str(tmp_path / "run"), where, who):
+    for names in ranks(2, save_after_faults, str(tmp_path), where, who):
         assert not [name for of_fault in names for name in of_fault if "partial" in name]
 
 
-def save_with_other_replica(path: str) -> list[str]:
-    job = Job(path)
+def save_with_other_replica(base: str) -> list[str]:
+    job = Job(base)
     job.save()
     job.change("replica on rank 1")
     with pytest.raises(ReplicaMismatchError, match="same"):
         job.save()
     dist.barrier()
-    names = list_names(Path(path))
+    names = list_names(job.path)
     job.extra["same"].zero_()
     dist.barrier()
     assert PREPARING in job.save()  # all is hashed again
@@ -170,13 +184,13 @@ def save_with_other_replica(path: str) -> list[str]:
 
 
 def test_replicas_that_differ_are_found_in_the_first_vote(ranks: Ranks, tmp_path: Path) -> None:
-    names, _ = ranks(2, save_with_other_replica, str(tmp_path / "run"))
+    names, _ = ranks(2, save_with_other_replica, str(tmp_path))
     assert [name for name in names if not name.startswith(".")] == ["s1"]
 
 
-def save_after_an_interrupt(path: str, where: str, who: int) -> list[list[str]]:
+def save_after_an_interrupt(base: str, where: str, who: int) -> list[list[str]]:
     """Save. Interrupt the first save of other tensors on one rank, and save these and the first ones again."""
-    job, phases = Job(path, timeout=3), [list[str]()]
+    job, phases = Job(base, timeout=3), [list[str]()]
     job.save()
     for what in ("shape", "names"):
         before = job.extra
@@ -198,11 +212,11 @@ def save_after_an_interrupt(path: str, where: str, who: int) -> list[list[str]]:
 def test_an_interrupt_before_the_plan_leaves_no_wrong_one(ranks: Ranks, tmp_path: Path, where: str, who: int) -> None:
     """The plan in the cache must be that of the spec in the cache."""
     place = f"rankless.save.training_content.{where}"
-    assert len(ranks(2, save_after_an_interrupt, str(tmp_path / "run"), place, who)[0]) == 9
+    assert len(ranks(2, save_after_an_interrupt, str(tmp_path), place, who)[0]) == 9
 
 
-def save_with_a_full_disk(path: str) -> None:
-    job = Job(path)
+def save_with_a_full_disk(base: str) -> None:
+    job = Job(base)
     job.save()
     job.change("nothing")
     full = mock.patch("rankless.run.pending_dir.PendingDirectory.create", side_effect=StorageError(28, "full"))
@@ -211,7 +225,7 @@ def save_with_a_full_disk(path: str) -> None:
 
 
 def test_the_journal_says_where_the_ranks_of_a_failed_save_were(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2, save_with_a_full_disk, str(tmp_path / "run"))
+    ranks(2, save_with_a_full_disk, str(tmp_path))
     saved, failed = (
         [entry for entry in read_journal(tmp_path / "run") if entry.kind == kind] for kind in ("saved", "failed")
     )

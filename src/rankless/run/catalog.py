@@ -1,6 +1,6 @@
 """The catalog of a run directory: its checkpoints, the latest one, and the identity of the next one.
 
-A save calls :func:`next_identity` on rank 0, in its decision in the vote "preparing the save"; a load that resumes
+A save calls :func:`next_identity` on rank 0, in its decision in the vote that opens the output; a load that resumes
 calls :func:`claim_incarnation` on rank 0 after its last vote, where no error may be raised. Lists are called by anyone:
 the public functions, commands, and rank 0 of loads.
 """

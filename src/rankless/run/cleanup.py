@@ -1,6 +1,6 @@
 """Removes stale directories of dead saves, and checkpoints that are no longer kept, from a run.
 
-A save calls :func:`clean_up` on rank 0 when it begins its output, in the vote "preparing the save", and removes old
+A save calls :func:`clean_up` on rank 0 when it begins its output, in the vote that opens the output, and removes old
 checkpoints on rank 0 after the commit, when no rank waits for it. Conversions, components and ``rankless prune`` clean
 up, too. How something is removed is the part of the layout: :mod:`rankless.run.folder_removal`,
 :mod:`rankless.run.object_removal`.

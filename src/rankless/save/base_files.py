@@ -4,7 +4,7 @@ A file that may be unchanged is linked first. Then it does not matter if the bas
 written if all ranks find that they hold the bytes of the file. Else the link is replaced by a new file. A linked file
 is never opened for writing: it belongs to a committed checkpoint.
 
-:mod:`rankless.save.folder_output` uses it: it links in the vote "preparing the save", settles in the vote "finding
+:mod:`rankless.save.folder_output` uses it: it links in the vote that opens the output, settles in the vote "finding
 unchanged bytes", and checks the links in the commit. The check must be the last step before the rename.
 """
 

@@ -5,9 +5,9 @@ parameters that torch has not seen change since the base was saved are looked at
 would take requests, and to hash them for nothing, a pass over the memory. As in a folder, every byte that is left out
 was hashed for this save.
 
-:mod:`rankless.save.object_output` makes one in the vote "preparing the save", settles it in the vote "finding unchanged
-bytes", and copies in the vote "completing the files", before the manifest is written. A file is copied only with the
-ETag that it had when it was uploaded.
+:mod:`rankless.save.object_output` makes one in the vote that opens the output, settles it in the vote "finding
+unchanged bytes", and copies in the vote "completing the files", before the manifest is written. A file is copied only
+with the ETag that it had when it was uploaded.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class IncrementalSave:
 
         ``frozen`` are the parameters without gradients.
 
-        Called on each rank when its output prepares, in the vote "preparing the save".
+        Called on each rank when its output prepares, in the vote that opens the output.
         """
         numbers = {number for number, key in enumerate(self._plan.tensors) if key in frozen}
         return self._compare(self._tensors).sample_files(numbers, clones=clones)
@@ -149,7 +149,7 @@ class IncrementalSave:
     def find_frozen_files(self, versions: TensorVersions) -> list[int]:
         """Return the files of which this rank has only frozen parameters that torch has not seen change.
 
-        An output in an object store calls it on each rank in the vote "preparing the save".
+        An output in an object store calls it on each rank in the vote that opens the output.
         """
         changed = {
             number

@@ -67,7 +67,7 @@ class ShardWriter:
 
         In save number 0 everything is hashed, in others samples of each tensor.
 
-        Each rank calls it in the vote "preparing the save", a save of one component in the vote "comparing replicas".
+        Each rank calls it in the vote that opens the output, a save of one component in the vote "comparing replicas".
         """
         started = time.perf_counter()
         return replica_comparison.digest_replicas(self._plan, self._shard_of, save), time.perf_counter() - started

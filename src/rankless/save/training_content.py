@@ -2,7 +2,8 @@
 
 :class:`~rankless.run_directory.RunDirectory` makes one on every rank for each save, and a
 :class:`~rankless.save.save_operation.SaveOperation` calls it. The plan that a rank keeps is used again only if
-the key says that all ranks have the same; the votes must have the same order on all ranks.
+the key says that all ranks have the same; the votes must have the same order on all ranks. The vote that opens the
+output is "preparing the save", from the second save of the same tensors on "looking at what to save".
 """
 
 from __future__ import annotations
@@ -170,9 +171,11 @@ class TrainingContent:
             self.plan_and_open(agreement, choose_identity)
 
     def agree(self, early: EarlyOpening | None = None) -> SaveAgreement:
-        """Capture the training state, and return what all ranks have agreed on. It ends in votes.
+        """Capture the training state, and return what all ranks have agreed on.
 
-        ``early``: how the output is opened in the first one, if nothing but values has changed since the save before.
+        All ranks call it, in the thread of the caller. It holds the vote "looking at what to save", and those of the
+        negotiation that follow. ``early``: how the output is opened in the first one, if nothing but values has changed
+        since the save before.
         """
         cache, session = self.cache, self.share.session
         global_ranks, has_metrics = self.share.ranks.global_ranks(), bool(self.request.metrics)
@@ -201,9 +204,11 @@ class TrainingContent:
         return agreement
 
     def plan_and_open(self, agreement: SaveAgreement, choose_identity: Callable[[], CheckpointIdentity]) -> None:
-        """Plan, check that replicas are equal, and open the output. It ends in votes.
+        """Plan, check that replicas are equal, and open the output.
 
-        ``choose_identity`` returns the identity of the new checkpoint, on rank 0, in the vote "preparing the save".
+        ``choose_identity`` returns the identity of the new checkpoint, on rank 0.
+
+        All ranks call it after :meth:`agree`, if that has opened nothing. It holds the vote "preparing the save".
         """
 
         def plan_and_prepare() -> bytes:
@@ -215,7 +220,10 @@ class TrainingContent:
         self._join_output(opened)
 
     def _prepare_known(self, captured: Capture) -> bytes:
-        """Prepare with the plan of the save before, on each rank that has the tensors that it is for."""
+        """Prepare with the plan of the save before, which is for the same tensors.
+
+        Each rank calls it in the vote "looking at what to save": :class:`EarlyOpening`.
+        """
         self.share.captured, self.share.plan = captured, self.cache.plan
         self._hosts, self._placement = self.cache.hosts, self.cache.placement
         return self._prepare_output()
@@ -254,7 +262,10 @@ class TrainingContent:
         self.identity = identity
 
     def update_plan(self, agreement: SaveAgreement) -> None:
-        """Plan the save, unless the plan of an earlier one is still right."""
+        """Plan the save, unless the plan of an earlier one is still right.
+
+        Each rank calls it in the vote "preparing the save".
+        """
         cache, session, grain = self.cache, self.share.session, self.output.grain
         cache.own_spec = b""  # until the plan is that of this spec, whatever interrupts it
         if agreement.global_spec is not None:
@@ -329,7 +340,7 @@ class TrainingContent:
         self.request.on_event(event)
 
     def hash_replicas(self) -> bytes:
-        """Return the digests of this rank's replicas. Each rank calls it in the vote "preparing the save"."""
+        """Return the digests of this rank's replicas. Each rank calls it in the vote that opens the output."""
         number = 0 if self.request.options.replica_check == "full" else self.cache.saves
         digests, seconds = self.share.writer.hash_replicas(number)
         if self.share.plan.replicas:

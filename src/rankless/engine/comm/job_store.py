@@ -11,7 +11,8 @@ torch: its calls have no deadline, and two threads inside it would wait for each
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,9 +31,18 @@ class DeadlineStore:
     def __init__(self, store: Store, executor: DaemonExecutor, seconds: float) -> None:
         self._store, self._executor, self._seconds = store, executor, seconds
 
-    def limit_waits(self, seconds: float) -> None:
-        """Wait for no answer longer than ``seconds`` from now on. A session calls it when its time is over already."""
-        self._seconds = min(self._seconds, seconds)
+    @contextmanager
+    def limited_waits(self, seconds: float) -> Iterator[None]:
+        """Wait for no answer longer than ``seconds`` inside the ``with`` block.
+
+        A vote uses it on a rank whose time is over already, in the thread that votes.
+        """
+        usual = self._seconds
+        self._seconds = min(usual, seconds)
+        try:
+            yield
+        finally:
+            self._seconds = usual
 
     def is_open(self) -> bool:
         """Return whether keys can be set without waiting for another rank."""

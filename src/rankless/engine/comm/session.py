@@ -15,7 +15,7 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -242,9 +242,9 @@ class Session:
             outcome = msgspec.structs.replace(outcome, phase=phase)
         if self._agreement.hosts is None:
             outcome = msgspec.structs.replace(outcome, host=digest_bytes(reachable_id().encode(), _HOST_BYTES))
-        if isinstance(error, RankTimeoutError):  # the rank that is missing may host the store
-            self.store.limit_waits(GRACE_SECONDS)
-        with translate_store_errors(phase):
+        # A rank that has waited for another one in vain has no time left: that one may host the store.
+        waits = self.store.limited_waits(GRACE_SECONDS) if isinstance(error, RankTimeoutError) else nullcontext()
+        with translate_store_errors(phase), waits:
             vote_round.post_outcome(self.rank, outcome)
         finish = partial(self._finish_vote, vote_round, decide, attempt, error)
         if not isinstance(error, Exception | None):

@@ -1,6 +1,6 @@
 """Comparison of replicas: ranks that hold the same shard compare its bytes before they share the writing of it.
 
-:mod:`rankless.save.shard_writer` calls it on every rank: :func:`digest_replicas` in the vote "preparing the save",
+:mod:`rankless.save.shard_writer` calls it on every rank: :func:`digest_replicas` in the vote that opens the output,
 whose decision compares on rank 0, and :func:`replica_details` in the vote "comparing replicas", which all ranks hold
 only if that found a difference. A live copy does the same. Nothing is written before.
 """

@@ -1,7 +1,7 @@
 """Rank 0's part of a save: it creates the data files, and writes all that is not tensor data.
 
-:mod:`rankless.save.folder_output` creates the files in the vote "preparing the save", and finalizes them in the vote on
-the writing, before the rename; a conversion to the format does the same. An upload and a generation of a local tier use
+:mod:`rankless.save.folder_output` creates the files in the vote that opens the output, and finalizes them in the vote
+on the writing, before the rename; a conversion to the format does the same. An upload and a generation of a tier use
 :func:`build_headers` and :func:`build_indexes` alone. The order must stay: all files and folders are synced before
 :meth:`CheckpointFiles.finalize` returns, because the caller renames then. Headers and records are parts of the format.
 """
