@@ -3,7 +3,7 @@
 Only this module and ``dcp_versions`` depend on the version of torch. Each entry says from which version on it is not
 needed, and may be removed as soon as ``pyproject.toml`` requires that version.
 
-:mod:`rankless.state` and :mod:`rankless.liveness` import it.
+:mod:`rankless.state.model.materialize` and :mod:`rankless.liveness.watch` import it, on each rank.
 """
 
 from __future__ import annotations

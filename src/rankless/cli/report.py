@@ -1,6 +1,8 @@
 """``rankless report``: writes what a run, a checkpoint, or a difference looks like into one HTML page.
 
-It runs in one process, and only reads.
+It runs in one process, while a training may save, and writes nothing but the page. With ``--verify`` and ``--stats`` it
+reads tensors (:mod:`rankless.cli.verify_one`, :mod:`rankless.inspection.checkpoint_statistics`), with a second
+checkpoint those that may differ (:mod:`rankless.inspection.compare`).
 """
 
 from __future__ import annotations

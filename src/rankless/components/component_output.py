@@ -5,7 +5,7 @@ The save says what is written (:class:`SavedComponent`). An output says where, a
 :class:`rankless.components.object_output.ObjectComponentOutput` file by file, the index last.
 
 :class:`~rankless.components.component_content.ComponentContent` has one on every rank, and calls
-:meth:`ComponentOutput.write` in the thread of the save.
+:meth:`ComponentOutput.write` in the thread of the save. The order of the calls must stay: begin, join, write.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SavedComponent(Protocol):
 class ComponentOutput(Protocol):
     """The place of one save of a component. All ranks have one, and call :meth:`write` together.
 
-    In the vote that prepares the save, rank 0 calls :meth:`begin`. After the vote all ranks call :meth:`join` with what
+    In the vote "preparing the save", rank 0 calls :meth:`begin`. After the vote all ranks call :meth:`join` with what
     that returned.
     """
 

@@ -1,6 +1,8 @@
 """A view of a checkpoint for loading one component: it must contain the component, whose names may have a prefix.
 
-A load of one component passes it as the adapter of its reader, which each rank calls when it opens the checkpoint.
+:func:`rankless.components.component_calls.load_component` passes it as the ``reader_adapter`` of a load, which has
+nothing to do with PEFT; each rank calls it in the vote "reading the metadata" (:mod:`rankless.load.load_operation`).
+ColossalAI's booster, torchtitan's manager and :mod:`rankless.components.merged_export` load with it, too.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from rankless.ondisk.data_files import ADAPTER
 
 @dataclass(frozen=True)
 class ComponentView:
-    """A view of the component ``kind``, with ``prefix`` removed from the names of parameters and buffers."""
+    """A view of the component ``kind``, with ``prefix`` removed from the names of parameters and buffers.
+
+    Both must be equal on all ranks. The first vote of a load compares ``reader_adapter_text``, which must name both.
+    """
 
     kind: str
     prefix: str = ""

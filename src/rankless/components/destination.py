@@ -1,6 +1,7 @@
 """The final path of a component: a file, or a folder whose other files are kept.
 
-:mod:`rankless.components.component_calls` makes one on each rank; rank 0 checks it.
+:mod:`rankless.components.component_calls`, :mod:`rankless.components.scheduler_file` and ColossalAI's booster make one
+on each rank. Ranks compare its path in the first vote.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from rankless.storage.store import store_of
 class Destination:
     """The final path of a component. If ``folder`` is true, it is a directory, otherwise a file.
 
-    ``keeps_others``: files in the directory that do not belong to the component are kept.
+    ``keeps_others``: files in the directory that do not belong to the component are kept. All fields must be equal on
+    all ranks.
     """
 
     path: Path

@@ -1,7 +1,7 @@
 """The dtype that a ``config.json`` of transformers names.
 
-:class:`~rankless.conversion.native_target.NativeTarget` calls it on rank 0, when it writes the small files. Only
-entries that name a dtype may change, and no ``quantization_config``.
+:class:`~rankless.conversion.native_target.NativeTarget` calls it on rank 0 of a conversion or an export that casts the
+model, when it writes the small files. Only entries that name a dtype may change, and no ``quantization_config``.
 """
 
 from __future__ import annotations

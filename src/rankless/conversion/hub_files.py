@@ -1,8 +1,9 @@
 """The small files of an exported model: configuration, tokenizer or processor, and a model card.
 
-:mod:`rankless.conversion.hub_export` reads them on each rank, in the vote "preparing the export", which compares
-their digests; :mod:`rankless.megatron.writer.megatron_source` reads the configuration of a model with it. Only files
-with the names of tokenizers may be copied out of a folder.
+:mod:`rankless.conversion.hub_export` reads them on each rank, in the vote "preparing the export", which compares their
+digests: the bytes must be equal on all ranks. :mod:`rankless.megatron.writer.megatron_source` reads the configuration
+of a model with it, on each rank of a conversion to ``megatron``. Only files with the names of tokenizers may be copied
+out of a folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The bytes of a ``torch.save`` file that belong to no planned tensor, kept in memory: no file is written.
 
-:class:`~rankless.conversion.torch_target.PlannedTorchFile` lays out with it, on rank 0 of a save of one component.
+:class:`~rankless.conversion.torch_target.PlannedTorchFile` lays out with it, on rank 0 of a save of one component. The
+bytes become the file: they must be exactly what ``torch.save`` writes.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class TorchSkeleton:
 
     @property
     def size(self) -> int:
-        """The size of the file in bytes."""
+        """The size of the file in bytes, with its holes. The file on the disk gets it."""
         return self._position
 
     def read(self, path: Path, offset: int, into: memoryview) -> None:
@@ -65,6 +66,9 @@ class TorchSkeleton:
         return zip(self._starts[first:], self._pieces[first:], strict=True)
 
     def fill(self, contents: Mapping[int, bytes]) -> list[tuple[int, bytes]]:
-        """Return all bytes that are known, by offset, with those of ``contents``, which are in holes."""
+        """Return all bytes that are known, by offset, with those of ``contents``, which are in holes.
+
+        They are written into the file as they are.
+        """
         written = ((start, bytes(piece)) for start, piece in zip(self._starts, self._pieces, strict=True))
         return sorted([*written, *contents.items()])

@@ -2,8 +2,11 @@
 
 The modules for other systems are imported if a path is no native checkpoint and has files: a native load needs none.
 
-Each rank of a load opens its reader so in the vote "reading the metadata"; the view, conversions and commands do so in
-one process. All ranks must detect the same format: they compare fingerprints.
+Each rank of a load opens its reader so in the vote "reading the metadata", unless rank 0 has selected a native
+checkpoint by its id. Each rank of a conversion opens the source in a vote of that name, to NxD rank 0 alone, through
+:func:`rankless.run.lookup.open_latest`. Of ``open_weights``, rank 0 opens in the vote "finding the weights", and the
+others in "reading the headers". The view and commands do so in one process. All ranks must detect the same format: they
+compare fingerprints.
 """
 
 from __future__ import annotations

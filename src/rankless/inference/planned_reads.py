@@ -3,7 +3,8 @@
 Each rank's model takes lazy tensors whose copies are noted and never executed. Then the same planner as for a real load
 divides the reads among the ranks.
 
-``rankless show --for vllm`` calls it.
+``rankless show --for vllm`` calls it (:mod:`rankless.cli.show.engine_reads`), with the models of
+:mod:`rankless.vllm.lone_rank`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ class PlannedLoad(NamedTuple):
 
 @dataclass
 class PlannedWeights:
-    """The weights that the model of one rank takes. Nothing is read: what it computes with are zeros."""
+    """The weights that the model of one rank takes. Nothing is read: what it computes with are zeros.
+
+    Lazy tensors call it: it must have the methods of :class:`~rankless.inference.lazy_tensor.Loader`.
+    """
 
     stored: StoredTensors
     contents: WeakSet[StoredContent] = field(default_factory=WeakSet)

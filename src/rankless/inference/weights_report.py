@@ -1,6 +1,7 @@
 """The result of loading weights into an engine's model.
 
-Each rank has one when the block of :func:`rankless.open_weights` has ended.
+Each rank has one when the block of :func:`rankless.open_weights` has ended. It is public: the names of its attributes
+must stay.
 """
 
 from __future__ import annotations

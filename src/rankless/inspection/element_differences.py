@@ -1,7 +1,8 @@
 """Differences of elements of two sets of tensors, computed in one pass. Pure functions of arrays.
 
-:mod:`rankless.inspection.tensor_differences` calls it in its threads. Elements of equal dtypes are compared by their
-bits: as floats, large neighbouring integers would be equal.
+:mod:`rankless.inspection.tensor_differences` calls it in its threads, for ``rankless diff`` and ``report``; it takes
+the columns of :class:`ChangeMetrics` by their order. Elements of equal dtypes are compared by their bits: as floats,
+large neighbouring integers would be equal.
 """
 
 from __future__ import annotations

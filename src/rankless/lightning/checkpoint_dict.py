@@ -1,7 +1,8 @@
 """The checkpoint that a ``Trainer`` resumes from, as the dict that Lightning passes to hooks and callbacks.
 
 :class:`~rankless.lightning.checkpoints.LightningCheckpoints` opens it on every rank, in the vote "opening the
-checkpoint"; :mod:`rankless.lightning.from_checkpoint` in one process. The keys are Lightning's.
+checkpoint"; :mod:`rankless.lightning.from_checkpoint` in one process. :mod:`rankless.lightning.load_state` loads from
+its path. The keys of the dict are Lightning's, and users' hooks read them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Lightning's ``ModelCheckpoint``, whose ``dirpath`` may be the URL of a run in an object store.
 
-Lightning calls it on every rank.
+Lightning calls it on every rank. The name of the class must stay: Lightning stores the state of a callback in
+checkpoints under a key that begins with it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class ModelCheckpoint(LightningModelCheckpoint):
 
     Args:
         dirpath: A folder, or a URL: ``s3://bucket/run``, ``gs://…``, ``az://…``. The settings of the store are those of
-            the environment.
+            the environment. Of a URL, the attribute ``dirpath`` is ``rankless+s3://…`` and so on.
         args: The other positional arguments of Lightning's callback.
         options: The keyword arguments of Lightning's callback.
 
@@ -45,7 +46,10 @@ class ModelCheckpoint(LightningModelCheckpoint):
         super().__init__(dirpath if dirpath is None else str(dirpath), *args, **options)
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """Return the URLs of the checkpoints that ``ckpt_path="last"`` chooses from."""
+        """Return the URLs of the checkpoints that ``ckpt_path="last"`` chooses from.
+
+        Lightning's connector calls this private method, so its name and arguments must be Lightning's.
+        """
         if not isinstance(self._fs, RunFileSystem):
             return super()._find_last_checkpoints(trainer)
         last = re.compile(rf"{re.escape(self.CHECKPOINT_NAME_LAST)}(-\d+)?")

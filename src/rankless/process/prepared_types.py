@@ -5,7 +5,8 @@ same time can crash the process. Evidence: six threads that decoded new types of
 300 types in every run, and never if a decoder had been made before; and a job that listed a run in an object store,
 whose pointers threads read, crashed once in some thousand starts.
 
-All modules that define types for threads or votes use it. A type that a thread decodes must have the decorator.
+All modules that define types for threads or votes use it: the votes of a background save are in its thread, too. A type
+that a thread decodes must have the decorator.
 """
 
 from __future__ import annotations

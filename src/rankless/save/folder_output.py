@@ -1,8 +1,10 @@
 """An attempt to write a checkpoint into a run directory: a pending directory, which gets its name by one rename.
 
-Saves and drains open one for each attempt, on every rank: see :class:`~rankless.save.run_output.RunOutput` for the
-votes. The order of the commit must stay: all files durable, the manifest with them, linked files checked, then one
-rename, then the removal of old checkpoints.
+:mod:`rankless.save.training_content` and :mod:`rankless.save.generation_content` open one for each attempt, on every
+rank: see :class:`~rankless.save.run_output.RunOutput` for the votes. Rank 0 begins in the decision of the vote that
+prepares; all ranks write, and rank 0 removes old checkpoints, in the thread of the save. The order of the commit must
+stay: all files durable, the manifest with them, linked files checked, then one rename, then the removal of old
+checkpoints.
 """
 
 from __future__ import annotations
@@ -152,7 +154,7 @@ class RunFolderOutput:
             return False
 
     def begin(self, saved: KnownCheckpoint, posted: Sequence[bytes], records: Records = NO_RECORDS) -> bytes:
-        """See :class:`RunOutput`. Each attempt has a pending directory of its own."""
+        """See :class:`RunOutput`: rank 0 only. Each attempt has a pending directory of its own."""
         new = self._new
         found_corrupt = any(record.is_in(new.run / record.tag) for record in new.corrupt)
         self._saved, self._removes_old = saved, new.keep is not None or new.overwrite or found_corrupt
@@ -317,7 +319,7 @@ class RunFolderOutput:
     def _publish(self, saved: CheckpointInfo) -> None:
         """Rename the pending directory to its final name, which must be free or that of a replaceable checkpoint.
 
-        Nothing is done if an attempt that seemed to fail has committed the checkpoint.
+        Nothing is done if an attempt that seemed to fail has committed the checkpoint. Rank 0 only.
         """
         tier = self._new.tier
         if tier is not None:  # this process may have been stopped while another job continued the run

@@ -1,7 +1,9 @@
 """The handle that a save returns.
 
 Each rank gets one from its call, and may wait for it in any thread but that of the save. It waits for this process
-only. A listener of a save must not wait for that save: the wait would never end.
+only. :mod:`rankless.save.background` makes it, for training saves and for saves of one component; Lightning's
+strategies, torchtitan's manager, DeepSpeed's engine and ColossalAI's booster keep it or return it. It is public: the
+names of its methods must stay. A listener of a save must not wait for that save: the wait would never end.
 """
 
 from __future__ import annotations

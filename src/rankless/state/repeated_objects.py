@@ -1,6 +1,7 @@
 """Comparison of the saved values of one object that was passed under several names: it can have only one of them.
 
-:mod:`rankless.state.restore` calls it on each rank while it matches, before anything has changed.
+:mod:`rankless.state.restore` calls it on each rank while it matches, before anything has changed. It adds the pairs to
+the inventory, which ranks exchange: their names must be the names in the checkpoint.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class Repetition(NamedTuple):
 
 
 def find_repetitions(places: Sequence[SavedPlace], tensors: Mapping[str, torch.Tensor]) -> Iterator[Repetition]:
-    """Yield each place of an object after its first place. ``tensors`` are those in decoded values, by stored name."""
+    """Yield each place of an object after its first place. ``tensors`` are those in decoded values, by stored name.
+
+    Tensors are recognized by their addresses: all decoded ones must be alive, each with memory of its own.
+    """
     stored = {tensor.data_ptr(): Stored(STATE, name) for name, tensor in tensors.items() if tensor.numel()}
     first_places: dict[object, SavedPlace] = {}
     for place in places:

@@ -1,7 +1,9 @@
 """The generations that the hosts of a job have together, and the choice of the one to load.
 
 Each rank lists its host in the vote "looking into the local tier"; rank 0 finds the complete generations in its
-decision (:mod:`rankless.load.tier_generations`). What the history does not call current must never be among them.
+decision (:mod:`rankless.load.tier_generations`). Rank 0 also lists its host before a job that has loaded nothing claims
+an incarnation (:class:`~rankless.tier.job.TierJob`), and plans with :func:`find_rebuilding` how lost parts are computed
+(:mod:`rankless.tier.rebuild`). What the history does not call current must never be among the complete ones.
 """
 
 from __future__ import annotations

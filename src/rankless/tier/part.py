@@ -5,9 +5,13 @@ wherever the parts are. The table says, for each range, the tensor and the file 
 file with the bytes of the part, and its CRC. Ranges end at the blocks of their tensor, so the CRCs combine into those
 of the blocks.
 
-:mod:`rankless.save.tier_stage` writes a table on each rank in the vote "completing the local checkpoint"; loads, drains
-and commands read it, also in later jobs. The columns of a row and their order are on disks: with other ones, raise
-:data:`VERSION`.
+Each rank of a save writes the table of its part in the vote "completing the local checkpoint"
+(:mod:`rankless.save.tier_stage`), the tables of copies in "copying to other hosts"
+(:mod:`rankless.tier.copies_on_hosts`), and the table of a parity in "computing parity" (:mod:`rankless.tier.parity`).
+:mod:`rankless.tier.rebuild` writes them for computed parts, and :mod:`rankless.tier.parts_in_run` and
+:mod:`rankless.tier.parts_in_store` for parts in the run. Loads, drains and commands read them, also in later jobs. The
+columns of a row, the fields of ``_Header`` and :class:`ParityTable`, and their order are on disks: with other ones,
+raise :data:`VERSION`.
 """
 
 from __future__ import annotations

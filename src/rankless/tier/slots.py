@@ -5,9 +5,11 @@ Memory is reserved before the first byte is copied (:mod:`rankless.storage.mappe
 A process needs three slots: one whose generation is being drained, one with the newest complete generation, and one for
 the save in progress. Slots are used again: fresh pages would cost more than the copy.
 
-:class:`~rankless.tier.job.TierJob` has the slots of a process, each rank its own. The save in the caller's thread takes
-one, the background threads keep and give back. The table is removed before the first byte of a slot is overwritten, and
-a pinned slot is never taken.
+:class:`~rankless.tier.job.TierJob` has the slots of a process, each rank its own. A save takes one in the thread of the
+caller; then the thread of the save takes slots for copies and parity (:mod:`rankless.tier.copies_on_hosts`,
+:mod:`rankless.tier.parity`), in the background if the save is asynchronous. A load or a drain takes slots for computed
+parts (:mod:`rankless.tier.rebuild`). So several threads call it. The table is removed before the first byte of a slot
+is overwritten, and a pinned slot is never taken.
 """
 
 from __future__ import annotations

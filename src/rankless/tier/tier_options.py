@@ -1,7 +1,9 @@
 """``LocalTier``: the options of the local tier of a run.
 
-:class:`~rankless.run_directory.RunDirectory` passes the options to saves and loads on each rank.
-:meth:`LocalTier.describe` is compared between ranks in their first vote.
+:class:`~rankless.run_directory.RunDirectory` passes the options to saves and drains on each rank, and
+:func:`~rankless.named_checkpoints.has_checkpoint` takes them there; a drain without a job takes them on each host
+(:mod:`rankless.save.offline_drain`). Ranks compare :meth:`LocalTier.describe` in the first vote of a save; loads
+compare none of the options.
 """
 
 from __future__ import annotations
@@ -70,7 +72,10 @@ class LocalTier:
                 raise InvalidArgumentError(f"{name} must be a number above 0, or None; got {value!r}")
 
     def describe(self) -> str:
-        """Return the options that must be equal on all ranks, as text."""
+        """Return the options that must be equal on all ranks, as text.
+
+        A save compares it in its first vote, a load does not. An option that may differ between hosts is left out.
+        """
         return (
             f"{self.copies} copies, parity={self.parity}, drain_every={self.drain_every}, "
             f"on_failure={self.on_failure}, max_undrained_seconds={self.max_undrained_seconds}"

@@ -1,6 +1,7 @@
 """``rankless verify --local``: reads all parts on a host, and checks every CRC.
 
-:mod:`rankless.cli.verify` calls it, in one process of a host, while jobs may be running.
+:mod:`rankless.cli.verify` calls it, in one process of a host, while jobs may be running. Parts may be copies or
+computed ones; parities are not read. Scripts read the status of the results: its words must stay.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 In these names ``pp_rank`` is the data-parallel rank, and ``mp_rank`` the rank of a pipeline stage or of tensor
 parallelism. Numbers have no leading zeros in some names, and two digits in others.
 
-The reader asks it on each rank that opens a checkpoint; the writer uses the names, which are DeepSpeed's.
+The reader asks it on each rank that opens a checkpoint, and so does Accelerate's
+(:mod:`rankless.accelerate.reader.open_folder`); the writer uses the names, which are DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _Key = TypeVar("_Key", bound=tuple[Any, ...])
 
 
 class Rank(NamedTuple):
-    """The model-parallel rank and the data-parallel rank of a file."""
+    """The model-parallel rank and the data-parallel rank of a file. Files are in the order of these fields."""
 
     mp: int
     dp: int

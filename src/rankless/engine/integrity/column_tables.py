@@ -1,7 +1,8 @@
 """Tables of numbers as named tuples of columns: their encoding as rows, and their concatenation.
 
-Fragments, sums and the tables of parts in a local tier are encoded with it. The tables of parts are on disks
-(:mod:`rankless.tier.part`): the bytes of a row must not change.
+Fragments and sums are encoded with it for votes, the tables of parts for the local tier, and
+:mod:`rankless.engine.integrity.base_comparison` concatenates. Columns and the fields of a row must have one order. The
+tables of parts are on disks (:mod:`rankless.tier.part`): the bytes of a row must not change.
 """
 
 from __future__ import annotations

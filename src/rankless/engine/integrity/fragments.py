@@ -2,8 +2,11 @@
 
 :func:`rankless.ondisk.block_crcs.assemble_crcs` gives the same result for merged fragments as for the original ones.
 
-Each rank encodes its fragments for the vote on the writing of a save, or on the reads of a load; rank 0 decodes those
-of all. :mod:`rankless.tier.generation` merges those in the tables of parts.
+Each rank encodes its fragments for the vote on the writing of a save, a drain, a component or a conversion
+(:mod:`rankless.engine.integrity.crc_gather`), and on the reads of a load, of a conversion's source and of
+:func:`~rankless.inference.open_weights.open_weights` ("reading the weights"). Rank 0 decodes them; after a write by
+more than 64 ranks, the first rank of each bucket merges the bucket's fragments before. :mod:`rankless.tier.generation`
+merges the fragments in the tables of parts. Encoded rows are in messages between the ranks of one job, not in files.
 """
 
 from __future__ import annotations

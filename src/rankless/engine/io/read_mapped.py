@@ -1,7 +1,8 @@
 """Reading of what other ranks of the host read, too, and of which this rank needs parts: it copies just these.
 
 :mod:`rankless.inference.joined_reads` calls it on each rank of a host, mostly in the background thread of the loader of
-weights.
+weights. Several threads write into sinks and report progress. The fragments must describe the bytes that went into
+the sinks: ranks verify them in the vote "reading the weights".
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ It is a pure function of the tensors that the source ranks hold, of those that t
 own rank.
 
 :mod:`rankless.live_copy.copy_operation` calls :func:`plan_copy` on every rank, in the last vote before tensors of the
-caller change. Sender and receiver derive the same runs in the same order, each for itself: the order may depend on the
-arguments only.
+caller change; :mod:`rankless.engine.io.copy_exchange` calls :func:`split_into_messages` in the vote "copying". Sender
+and receiver derive the same runs and messages in the same order, each for itself: the order may depend on the arguments
+only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Index files: JSON files that map tensors, or optimizer states, to the files next to them.
 
-Readers of Hugging Face's layout and of ColossalAI read indexes so, on each rank that opens such a folder; saves of
-components ask :func:`files_named_by` on rank 0 which files of an earlier save they replace. A name in an index must not
-lead out of the folder.
+Readers of Hugging Face's layout and of ColossalAI read indexes so, on each rank that opens such a folder, and commands
+look for faults in one process (:mod:`rankless.formats.sharded.find_shard_faults`). :func:`files_named_by` says which
+files of an earlier save a save of components replaces, on rank 0, and which file of a model a reader opens,
+Accelerate's too (:mod:`rankless.formats.sharded.model_files`). A name in an index must not lead out of the folder.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class ShardIndex(msgspec.Struct, frozen=True):
     """The contents of an index.
 
     ``weight_map`` maps each name to its file. In indexes of ColossalAI's optimizers, ``metadata`` also names the file
-    of the parameter groups.
+    of the parameter groups. The names of the attributes are keys in the file, which other systems write.
     """
 
     weight_map: dict[str, str]

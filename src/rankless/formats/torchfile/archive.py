@@ -1,7 +1,9 @@
 """Reading a file of ``torch.save`` in its zip format: the tree in its pickle, with the locations of the tensors.
 
 :mod:`rankless.formats.torch_file` and the readers of DCP and NxD call it, on each rank or process that opens such
-files.
+files; :class:`~rankless.conversion.torch_target.PlannedTorchFile` does on rank 0, for a file that is only in memory,
+and :mod:`rankless.formats.torchfile.legacy_file` parses ids of storages with it. No pickle may name a global that is
+not in ``names``.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ _LITTLE = b"little"
 
 
 class ArchiveTree(NamedTuple):
-    """The tree in a file, the size of its pickle in bytes, and the CRC of the pickle."""
+    """The tree in a file, the size of its pickle in bytes, and the CRC of the pickle.
+
+    Readers put ``digest`` into their fingerprints, which ranks compare: it may depend on the bytes alone.
+    """
 
     root: Any
     nbytes: int

@@ -3,8 +3,9 @@
 Megatron loads it into any layout of ranks. A source with a training step gives ``iter_…``, another one ``release``,
 from which Megatron takes the weights alone.
 
-A conversion makes one on every rank; see :class:`rankless.conversion.target.ConversionTarget` for the ranks of its
-methods.
+:mod:`rankless.formats.registry` names it, and a conversion makes one on every rank, of a source that
+:mod:`rankless.megatron.writer.megatron_source` has adapted; see :class:`rankless.conversion.target.ConversionTarget`
+for the ranks of its methods. The names and the values of the small files are Megatron's.
 """
 
 from __future__ import annotations

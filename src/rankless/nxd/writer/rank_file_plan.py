@@ -2,8 +2,9 @@
 
 Source: ``trainer/checkpoint.py`` of NxD 0.18, and files that it wrote.
 
-:class:`~rankless.nxd.writer.nxd_files.NxdWriter` and :mod:`rankless.nxd.offline_zero_conversion` plan with it, in one
-process. The bytes must be those that NxD writes.
+:class:`~rankless.nxd.writer.nxd_files.NxdWriter` plans with it on rank 0 of a conversion, in the vote "converting", and
+:mod:`rankless.nxd.offline_zero_conversion` in one process. :mod:`rankless.nxd.writer.torch_files` writes the files. The
+bytes must be those that NxD writes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _REFERENCE = PickledGlobal("torch_xla.utils.serialization", "TensorReference")
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file below a checkpoint's folder: its zip frame, and the tensors that it contains."""
+    """A file below a checkpoint's folder: its zip frame, and its tensors in the order of the frame's storages."""
 
     name: str
     frame: ZipFrame

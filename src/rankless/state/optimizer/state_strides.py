@@ -2,8 +2,10 @@
 
 A step reads the elements in that order, so that sums of another order differ in the last bits.
 
-A save describes orders on each rank (:mod:`rankless.state.optimizer.optimizer_view`), a load reads them. The
-description is in ``state.json``.
+A save describes orders on each rank (:mod:`rankless.state.optimizer.optimizer_view`). Each rank of a load compares and
+restores them (:mod:`rankless.state.optimizer.state_buffers`), and drops the descriptions
+(:mod:`rankless.state.optimizer.optimizer_restore`), as writers of other formats do
+(:mod:`rankless.state.optimizer.whole_states`). The description is in ``state.json``.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from rankless.state.tensor_subclasses import is_wrapper
 def describe_order(parameter: Any, state: torch.Tensor) -> dict[str, list[int]] | None:
     """Return what a checkpoint stores besides a state, under its name; ``None`` if its order is the usual one.
 
-    This is the parameter's order for a state of the parameter's shape, else that of a contiguous tensor.
+    This is the parameter's order for a state of the parameter's shape, else that of a contiguous tensor. A load asks it
+    whether a state that exists has the usual order.
     """
     has_one_order = state.ndim <= 1
     if has_one_order or not isinstance(parameter, torch.Tensor) or is_wrapper(state):

@@ -3,9 +3,11 @@
 Only what all such servers do is relied on: see ``docs/design.md``. A refusal that should have come may not come, so
 what matters is compared with what the server says afterwards.
 
-``S3`` and ``GCS`` inherit from it. Receipts of parts are passed from rank to rank as texts, and
-:meth:`XmlStore.complete_upload` of rank 0 takes them apart. Conditional writes decide which of two jobs commits: a
-refusal must be distinguished from the effect of an earlier attempt.
+``S3`` and ``GCS`` inherit from it. Receipts of parts are texts, which saves pass from rank to rank:
+:meth:`XmlStore.complete_upload` takes them apart, on rank 0 (:mod:`rankless.save.shared_upload`), or in the process
+that has sent the parts, such as each rank of a DCP save (:mod:`rankless.engine.io.upload_files`). Worker threads send
+parts and complete uploads at the same time: methods must be safe to call from several threads. Conditional writes
+decide which of two jobs commits: a refusal must be distinguished from the effect of an earlier attempt.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Credentials, and signatures of requests (AWS Signature Version 4), made by AWS's own library.
 
-:class:`~rankless.storage.s3.s3_dialect.S3Service` signs each attempt of a request with it, in the thread that sends. No
-message may contain a secret.
+:class:`~rankless.storage.s3.s3_dialect.S3Service` signs each attempt of a request with it, in the thread that sends.
+:class:`~rankless.storage.s3.s3_store.S3` calls :func:`check_credentials` when it is made, and the signer calls it with
+what a function returns. No message may contain a secret.
 """
 
 from __future__ import annotations
