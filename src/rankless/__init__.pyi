@@ -53,6 +53,7 @@ from rankless.errors import UnsafeNameError as UnsafeNameError
 from rankless.errors import UnsafePickleError as UnsafePickleError
 from rankless.errors import UnsupportedTensorError as UnsupportedTensorError
 from rankless.errors import UnsupportedValueError as UnsupportedValueError
+from rankless.errors import WeightsConflictError as WeightsConflictError
 from rankless.evaluation import iterate_new as iterate_new
 from rankless.evaluation import iterate_pinned as iterate_pinned
 from rankless.evaluation import pin as pin
@@ -102,4 +103,6 @@ from rankless.tracing import Trace as Trace
 from rankless.tracing import merge_traces as merge_traces
 from rankless.tracing import trace as trace
 from rankless.view import Checkpoint as Checkpoint
+from rankless.weights.publication import WeightVersion as WeightVersion
+from rankless.weights.publisher import WeightPublisher as WeightPublisher
 from rankless.view import open as open  # noqa: A004 - the public name

@@ -51,6 +51,10 @@ class StateError(RanklessError, ValueError):
     """Training objects that contradict each other, for example an optimizer's parameter that no model has."""
 
 
+class WeightsConflictError(StateError):
+    """Another publisher has published into the same weights directory. The next publication of this one is an anchor."""
+
+
 class SupersededError(StateError):
     """Another job has continued the run of this one, which must not save into it any more."""
 

@@ -406,6 +406,7 @@ class RunDirectory:
                 on_corruption=chosen.on_corruption,
                 keys=chosen.keys or {},
                 token=secrets.token_hex(8),
+                local="none" if self._tier is None or self._local is None else self._local.describe(),
                 resume=chosen.resume,
                 goes_back_once=chosen.again is False,
                 on_event=chosen.on_event or self._on_event,

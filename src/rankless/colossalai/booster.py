@@ -254,8 +254,9 @@ def _shard_bytes(size_per_shard: float) -> int:
 def _save_component(
     path: Path, training: TrainingObjects, layout: Layout, text: str, *, shard: bool, async_save: bool
 ) -> SaveHandle[Path]:
-    request = ComponentRequest(Destination.for_path(path, folder=shard), training, layout, text, async_save=async_save)
-    return component_calls.saves.save(request, None, _TIMEOUT)
+    destination = Destination.for_path(path, folder=shard)
+    request = ComponentRequest(destination, training, layout, text, async_save=async_save)
+    return component_calls.saves.save(destination, request, None, _TIMEOUT)
 
 
 def _model_folder_layout(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rankless.components import scheduler_file as schedulers
 from rankless.components.component_request import ComponentRequest
@@ -26,6 +26,7 @@ from rankless.load.load_request import LoadRequest
 from rankless.load.restore_result import RestoreResult
 from rankless.observe.spans import span
 from rankless.ondisk.data_files import NO_ADAPTERS, ONLY_ADAPTERS, SHARD_SIZE, parse_size
+from rankless.ondisk.dtypes import BY_TORCH_NAME, TORCH_NAMES, UNSCALED_FLOATS
 from rankless.run.run_store import run_store_of
 from rankless.save.background import background_saves
 from rankless.save.handle import SaveHandle
@@ -33,6 +34,9 @@ from rankless.state.mismatches import RestorePolicy
 from rankless.state.training import TrainingObjects
 from rankless.storage.location import parse_location
 from rankless.storage.store import store_of
+
+if TYPE_CHECKING:
+    import torch
 
 #: The pending saves of all calls.
 saves = PendingSaves()
@@ -49,6 +53,7 @@ def save_model(
     async_save: bool = False,
     state_dict_hooks: bool = True,
     adapter_only: bool = False,
+    dtype: torch.dtype | str | None = None,
     process_group: ProcessGroupArgument = None,
     timeout: float = 600.0,
 ) -> SaveHandle[Path]:
@@ -73,6 +78,8 @@ def save_model(
         adapter_only: save only the PEFT adapters of the model, into a folder that ``PeftModel.from_pretrained`` opens:
             ``adapter_model.safetensors`` and ``adapter_config.json``, of adapters that are not called ``default`` in a
             folder with their name. ``shard``, ``max_shard_size`` and ``use_safetensors`` have no effect then.
+        dtype: the dtype that floating-point tensors are cast to in the files, such as ``torch.bfloat16``. The model
+            keeps its own. Tensors of 8 bits, whose scales are stored apart, are not cast.
         process_group: the ranks that save together; ``"self"`` is this process alone.
         timeout: how many seconds ranks wait for each other before all of them fail.
 
@@ -89,24 +96,39 @@ def save_model(
     with collective_call(process_group, timeout):
         if adapter_only and prefix:
             raise InvalidArgumentError("PEFT gives the names of adapters their prefix: leave out prefix")
+        cast = None if dtype is None else check_cast(dtype)
+        if adapter_only and cast:
+            raise InvalidArgumentError("adapters are stored as they are: leave out dtype")
         destination = Destination.for_path(parse_location(path), folder=shard or adapter_only)
         file_format = (
             adapter_file_format()
             if adapter_only
             else model_file_format(
-                destination, parse_size(max_shard_size), use_safetensors=use_safetensors, model=model
+                destination, parse_size(max_shard_size), use_safetensors=use_safetensors, model=model, dtype=cast
             )
         )
         adapters = ONLY_ADAPTERS if adapter_only else NO_ADAPTERS
         request = ComponentRequest(
             destination,
-            TrainingObjects(model, rng=False, state_dict_hooks=state_dict_hooks, adapters=adapters),
+            TrainingObjects(model, rng=False, state_dict_hooks=state_dict_hooks, adapters=adapters, dtype=cast),
             file_format.layout,
             file_format.text,
             prefix or "",
             async_save,
         )
-        return saves.save(request, process_group, timeout)
+        return saves.save(destination, request, process_group, timeout)
+
+
+def check_cast(dtype: Any) -> str:
+    """Return the name in safetensors files of the dtype that a model is cast to, from torch's or its name there.
+
+    Raises ``InvalidArgumentError`` for a dtype whose values would need a scale, and for anything else.
+    """
+    name = BY_TORCH_NAME.get(str(dtype).removeprefix("torch."))
+    if name not in UNSCALED_FLOATS:
+        names = ", ".join(sorted(TORCH_NAMES[each] for each in UNSCALED_FLOATS))
+        raise InvalidArgumentError(f"dtype must be one of {names}; got {dtype!r}")
+    return name
 
 
 def replace_with_model(model: Any, folder: Path, *, timeout: float) -> None:
@@ -118,7 +140,7 @@ def replace_with_model(model: Any, folder: Path, *, timeout: float) -> None:
     file_format = model_file_format(destination, parse_size(SHARD_SIZE), use_safetensors=True, model=model)
     training = TrainingObjects(model, rng=False, adapters=NO_ADAPTERS)
     request = ComponentRequest(destination, training, file_format.layout, file_format.text)
-    saves.save(request, None, timeout)
+    saves.save(destination, request, None, timeout)
 
 
 def load_model(
@@ -200,7 +222,7 @@ def save_optimizer(
         request = ComponentRequest(
             destination, training, file_format.layout, file_format.text, prefix or "", async_save
         )
-        return saves.save(request, process_group, timeout)
+        return saves.save(destination, request, process_group, timeout)
 
 
 def load_optimizer(

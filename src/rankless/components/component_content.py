@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 
 from rankless.components.component_files import ComponentFile
-from rankless.components.component_output import open_component_output
+from rankless.components.component_output import ComponentOutput
 from rankless.components.component_request import ComponentRequest
 from rankless.components.stored_component import StoredComponent, name_in_component, stored_component
 from rankless.engine.comm.session import RankGroup, WritingRanks
@@ -39,6 +40,10 @@ from rankless.save.save_negotiation import SaveAgreement, describe_differing, na
 from rankless.save.save_operation import SavedShare
 
 
+#: What the save returns.
+Appeared = TypeVar("Appeared")
+
+
 @prepared
 class _ComponentLayout(msgspec.Struct, frozen=True, array_like=True):
     """The layout of a component: the names and sizes of its files, and the spans of each tensor.
@@ -55,16 +60,25 @@ class _ComponentLayout(msgspec.Struct, frozen=True, array_like=True):
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class ComponentContent:
-    """One component that becomes a file or a folder of another library's format."""
+class ComponentContent(Generic[Appeared]):
+    """One component that becomes a file or a folder of another library's format, or a published version.
+
+    ``open_output`` opens where it appears.
+    """
 
     has_follow_up = False
     completed_locally: None = None
 
-    def __init__(self, request: ComponentRequest, ranks: RankGroup, timeout: float) -> None:
+    def __init__(
+        self,
+        request: ComponentRequest,
+        ranks: RankGroup,
+        timeout: float,
+        open_output: Callable[[WritingRanks], ComponentOutput[Appeared]],
+    ) -> None:
         self.share = SavedShare(ranks, timeout)
         self._request, self._layout = request, _ComponentLayout()
-        self._output = open_component_output(request.destination, WritingRanks(ranks, self.share.session))
+        self._output = open_output(WritingRanks(ranks, self.share.session))
         #: On rank 0, the files, and by number the stored tensor of each pair of a stored tensor and one that it is of.
         self._files, self._names = list[ComponentFile](), list[str]()
         self._started_at = time.perf_counter()
@@ -154,10 +168,9 @@ class ComponentContent:
         if decision == b"!":
             raise self.share.writer.describe_replica_mismatch()
 
-    def write_and_commit(self) -> Path:
+    def write_and_commit(self) -> Appeared:
         """Write the files. They get their final names when all ranks have written."""
-        self._output.write(self)
-        return self.path
+        return self._output.write(self)
 
     def choose_copies(self, arena: Arena) -> tuple[Arena, DeferredCopies]:
         """See :class:`Content`. No copy is deferred."""
@@ -166,7 +179,7 @@ class ComponentContent:
     def verify_copies(self) -> None:
         """See :class:`Content`: no tensor was trusted to be unchanged."""
 
-    def follow_up(self) -> Path:
+    def follow_up(self) -> Appeared:
         """See :class:`Content`: nothing follows."""
         raise NotImplementedError
 

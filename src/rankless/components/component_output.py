@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from rankless.components.component_files import FileSet
 from rankless.components.destination import Destination
@@ -23,6 +23,10 @@ from rankless.engine.io.upload_target import FileFrame
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.engine.plan.writer_cells import CellGrain
 from rankless.storage.object_path import ObjectPath
+
+
+#: What a save of a component returns: its path, or the description of a published version.
+Appeared_co = TypeVar("Appeared_co", covariant=True)
 
 
 class SavedComponent(Protocol):
@@ -48,7 +52,7 @@ class SavedComponent(Protocol):
         """Return the header of a file by its number, on rank 0, from the fragments of all ranks."""
 
 
-class ComponentOutput(Protocol):
+class ComponentOutput(Protocol[Appeared_co]):
     """The place of one save of a component. All ranks have one, and call :meth:`write` together.
 
     In the vote "preparing the save", rank 0 calls :meth:`begin`. After the vote all ranks call :meth:`join` with what
@@ -68,8 +72,8 @@ class ComponentOutput(Protocol):
     def join(self, begun: bytes) -> None:
         """Take part in what rank 0 has begun."""
 
-    def write(self, component: SavedComponent) -> None:
-        """Write all files, and let them appear at their final paths. It ends in votes."""
+    def write(self, component: SavedComponent) -> Appeared_co:
+        """Write all files, let them appear at their final paths, and return what has appeared. It ends in votes."""
 
     def discard(self) -> None:
         """Remove what was written, after a failure, unless it has its final name.
@@ -78,7 +82,7 @@ class ComponentOutput(Protocol):
         """
 
 
-def open_component_output(destination: Destination, ranks: WritingRanks) -> ComponentOutput:
+def open_component_output(destination: Destination, ranks: WritingRanks) -> ComponentOutput[Path]:
     """Return the output for a destination. Nothing is created. The modules of each kind are imported if it is used.
 
     Each rank calls it when a save of a component is made.

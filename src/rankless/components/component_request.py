@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
-from rankless.components.destination import Destination
 from rankless.components.file_or_folder import Layout
 from rankless.components.stored_component import MODEL, OPTIMIZER
 from rankless.engine.comm.call_check import CallDescription
@@ -23,6 +23,17 @@ from rankless.state.optimizer import adapters
 from rankless.state.training import TrainingObjects
 
 
+class SavedTo(Protocol):
+    """Where a component is saved: a :class:`~rankless.components.destination.Destination`, or a directory of published weights."""
+
+    @property
+    def path(self) -> Path:
+        """The path, which is equal on all ranks."""
+
+    def check_replaceable(self) -> None:
+        """Raise an error if nothing can be saved there. Rank 0 calls it in the vote "looking at what to save"."""
+
+
 @dataclass(frozen=True)
 class ComponentRequest:
     """The arguments of a save of one component.
@@ -31,7 +42,7 @@ class ComponentRequest:
     ``prefix`` is put before names. ``async_save``: the call returns when the component is copied.
     """
 
-    destination: Destination
+    destination: SavedTo
     training: TrainingObjects
     layout: Layout
     format_text: str

@@ -35,11 +35,17 @@ class FileFormat:
     text: str
 
 
-def model_file_format(destination: Destination, limit: int, *, use_safetensors: bool, model: Any) -> FileFormat:
+def model_file_format(
+    destination: Destination, limit: int, *, use_safetensors: bool, model: Any, dtype: str | None = None
+) -> FileFormat:
     """Return the format of a model's files. In folders, a transformers model is stored as transformers does.
 
-    ``limit``: the most bytes of tensors in one file of a folder.
+    ``limit``: the most bytes of tensors in one file of a folder. ``dtype``: that which the tensors are cast to; the
+    configuration names it, too.
     """
+    if dtype is not None:
+        uncast = model_file_format(destination, limit, use_safetensors=use_safetensors, model=model)
+        return FileFormat(lambda content: uncast.layout(content.with_dtype(dtype)), f"{uncast.text}, cast to {dtype}")
     if destination.folder:
         kind = "safetensors" if use_safetensors else "torch"
         first = model[0] if isinstance(model, list | tuple) and model else model

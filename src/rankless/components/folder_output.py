@@ -89,7 +89,7 @@ class FolderComponentOutput:
         raw = vote_with_fragments(self._session, "finding unchanged files", compare, settle, order)
         component.omit_files(msgspec.msgpack.decode(raw, type=list[int]))
 
-    def write(self, component: SavedComponent) -> None:
+    def write(self, component: SavedComponent) -> Path:
         """See :class:`ComponentOutput`. Rank 0 publishes the files when all ranks have written theirs."""
         if self._there:
             self._find_unchanged(component)
@@ -106,6 +106,7 @@ class FolderComponentOutput:
             return b""
 
         vote_with_fragments(self._session, "writing", write_share, publish, component.plan.rank_order)
+        return self._destination.path
 
     def discard(self) -> None:
         """See :class:`ComponentOutput`."""

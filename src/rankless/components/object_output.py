@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -84,7 +85,7 @@ class ObjectComponentOutput:
         """See :class:`ComponentOutput`."""
         self._begun = msgspec.msgpack.decode(begun, type=_BegunFiles)
 
-    def write(self, component: SavedComponent) -> None:
+    def write(self, component: SavedComponent) -> Path:
         """See :class:`ComponentOutput`. Rank 0 completes the files when all ranks have uploaded."""
         frames = dict(zip(self._final_paths(self._begun.names), self._begun.frames, strict=True))
         upload = SharedUpload(component.plan, self._ranks, frames, self._begun.uploads)
@@ -105,6 +106,7 @@ class ObjectComponentOutput:
 
         upload.send_parts(component.move_share, build_headers, ignore_progress)
         upload.finish(complete)
+        return self._path
 
     def _prepare_folder(self) -> None:
         """Record the files of both models, and remove the indexes of the old one, on rank 0.

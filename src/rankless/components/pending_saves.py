@@ -6,10 +6,13 @@ Two saves of a path at once would replace each other's files.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from rankless.components.component_content import ComponentContent
+from rankless.components.component_output import open_component_output
 from rankless.components.component_request import ComponentRequest
+from rankless.components.destination import Destination
 from rankless.engine.comm.process_group_argument import (
     ProcessGroupArgument,
     check_ranks_are_joined,
@@ -27,12 +30,15 @@ class PendingSaves:
     def __init__(self) -> None:
         self._ranks: RankGroup | None = None
 
-    def save(self, request: ComponentRequest, group: ProcessGroupArgument, timeout: float) -> SaveHandle[Path]:
-        """Save one component on all ranks."""
-        path = request.destination.path
+    def save(
+        self, destination: Destination, request: ComponentRequest, group: ProcessGroupArgument, timeout: float
+    ) -> SaveHandle[Path]:
+        """Save one component to a destination, that of the request, on all ranks."""
+        path = destination.path
         check_ranks_are_joined(group)
         with span("save", "call", path.name), background_saves.path_turn(path, group):
-            content = ComponentContent(request, self.rank_group(group), timeout)
+            open_output = partial(open_component_output, destination)
+            content = ComponentContent(request, self.rank_group(group), timeout, open_output)
             return background_saves.run_save(content, path, group, asynchronous=request.async_save)
 
     def rank_group(self, process_group: ProcessGroupArgument) -> RankGroup:

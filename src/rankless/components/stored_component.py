@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from rankless.conversion.config_dtype import set_config_dtype
 from rankless.engine.plan.global_spec import GlobalSpec, GlobalTensor
 from rankless.engine.plan.split_tensors import split_ranges, stored_tensors
 from rankless.ondisk.data_files import ADAPTER, CONFIG, TensorInfo, is_adapter_group
+from rankless.ondisk.dtypes import TORCH_NAMES
 from rankless.ondisk.torchao_form import check_described, flat_names, header_notes, select_described
 from rankless.ondisk.validation import split_state_key, state_key
 from rankless.state.model.fused_layout import StoredLayout
@@ -96,6 +98,13 @@ class StoredComponent:
             tied={new_names.get(alias, alias): new_names.get(name, name) for alias, name in self.tied.items()},
             notes=header_notes(described, plain),
         )
+
+    def with_dtype(self, dtype: str) -> StoredComponent:
+        """Return a copy whose configuration says that the tensors are cast to ``dtype``, by its safetensors name."""
+        config = self.companions.get(CONFIG)
+        if config is None:
+            return self
+        return replace(self, companions={**self.companions, CONFIG: set_config_dtype(config, TORCH_NAMES[dtype])})
 
     def without_ties(self) -> StoredComponent:
         """Return a copy that stores tied tensors once under each name, for readers that do not support ties."""

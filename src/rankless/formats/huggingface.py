@@ -92,14 +92,17 @@ def _map_names(files: SafetensorsFiles, described: Mapping[str, str]) -> dict[st
 
 
 class HuggingFaceReader:
-    """A reader of one safetensors file, or of a folder with a model, an optimizer as rankless writes it, or both."""
+    """A reader of one safetensors file, or of a folder with a model, an optimizer as rankless writes it, or both.
+
+    ``file_sets`` are the files by group, if the caller has opened them.
+    """
 
     format = "huggingface"
     unread: Sequence[UnreadTensorNote] = ()
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, file_sets: Mapping[str, SafetensorsFiles] | None = None) -> None:
         self.path = path
-        self._file_sets = dict(self._open_file_sets())
+        self._file_sets = dict(self._open_file_sets() if file_sets is None else file_sets)
         self.files: Sequence[Path] = [file.path for files in self._file_sets.values() for file in files.files]
         self._described = {group: _read_descriptions(files) for group, files in self._file_sets.items()}
         #: The names in the files by group and name: torchao's form has others for inner tensors.
@@ -169,6 +172,10 @@ class HuggingFaceReader:
             raise FormatError(f"{self.path} holds {' and '.join(self._file_sets)}, and no {group}")
         stored = self._stored_names[group][name]
         return [self._file_sets[group].file_of(stored).tensor_extent(stored, start, stop)]
+
+    def stored_name(self, group: str, name: str) -> str:
+        """Return the name that a tensor has in its file: torchao's form has others for inner tensors."""
+        return self._stored_names[group][name]
 
     def block_crcs(self, group: str, name: str) -> Sequence[int] | None:
         """Return the CRCs that rankless wrote into the header, or ``None`` if another library wrote the file."""

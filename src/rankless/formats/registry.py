@@ -95,6 +95,9 @@ READABLE: Mapping[str, ReadableFormat] = {
     ),
     "peft": ReadableFormat("rankless.formats.peft:is_peft", "rankless.formats.peft:PeftReader"),
     "torch": ReadableFormat("rankless.formats.torch_file:is_torch_file", "rankless.formats.torch_file:TorchFileReader"),
+    "weights": ReadableFormat(
+        "rankless.formats.weights.version_files:is_version", "rankless.formats.weights.version_reader:open_version"
+    ),
     NXD: ReadableFormat("rankless.nxd.reader.nxd_reader:is_nxd", "rankless.nxd.reader.nxd_reader:NxdReader"),
 }
 

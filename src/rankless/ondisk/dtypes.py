@@ -77,6 +77,9 @@ NUMPY_NAMES = {
 #: Floating-point dtypes, which may be cast into each other.
 FLOATING = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"})
 
+#: Floating-point dtypes whose values need no scale that is stored apart. A save may cast them.
+UNSCALED_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+
 
 def dtype_width(dtype: str) -> int:
     """Return the bytes per element. Raises ``FormatError`` for an unknown name."""

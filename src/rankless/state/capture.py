@@ -24,6 +24,7 @@ from rankless.observe.spans import traced
 from rankless.observe.units import format_count
 from rankless.ondisk import values
 from rankless.ondisk.data_files import NO_ADAPTERS, ONLY_ADAPTERS, adapter_group
+from rankless.ondisk.dtypes import UNSCALED_FLOATS
 from rankless.ondisk.validation import check_utf8
 from rankless.ondisk.value_files import OWN_STATE, build_state_file
 from rankless.state import rank_states, user_objects
@@ -47,7 +48,7 @@ from rankless.state.optimizer.own_state import add_blank_entries, merge_own
 from rankless.state.optimizer.param_groups import merge_groups
 from rankless.state.schedulers_by_params import merge_entries
 from rankless.state.split_parameters import split_group, split_refs, split_state
-from rankless.state.tensor_views import TensorView, check_present, view_of
+from rankless.state.tensor_views import DTYPES, TensorView, check_present, view_of
 from rankless.state.training import TrainingObjects
 
 #: Groups of tensors; their directories or files have the same names.
@@ -133,8 +134,11 @@ class Capture(msgspec.Struct):
         shared: bool = True,
         splits: Splits = (),
         apart: bool = False,
+        dtype: str | None = None,
     ) -> set[tuple[str, str]]:
         """Add one tensor, which is stored as ``splits`` describe or, without them, under its name.
+
+        If it is a floating one without a scale, it is cast to ``dtype``.
 
         Return its keys in ``tensors``.
         """
@@ -142,9 +146,10 @@ class Capture(msgspec.Struct):
         for stored_name in names:
             check_utf8(stored_name, "a name of a tensor")
         check_present(tensor, f"{group} tensor {name!r}")
-        self.inventory.add_tensor(group, name, tensor, shared=shared, splits=splits, apart=apart)
+        cast = dtype if dtype is not None and tensor.dtype in UNSCALED_FLOATS else None
+        self.inventory.add_tensor(group, name, tensor, dtype=cast, shared=shared, splits=splits, apart=apart)
         keys = {(group, stored_name) for stored_name in names}
-        self.tensors |= dict.fromkeys(keys, TensorBytes(tensor.local))
+        self.tensors |= dict.fromkeys(keys, TensorBytes(tensor.local, None if cast is None else DTYPES[cast]))
         return keys
 
 
@@ -165,7 +170,7 @@ def capture_training(training: TrainingObjects, rank: int, leader: int = 0, diff
         check_unmerged(parts)
         views[slot] = models.build_view(parts, hooks=training.state_dict_hooks)
         if training.adapters != ONLY_ADAPTERS:
-            _add_model(captured, slot, views[slot], frozen_apart=training.frozen_apart)
+            _add_model(captured, slot, views[slot], training)
             tree[slot] = views[slot].extra | views[slot].wrappers
             captured.small_files.update((f"{slot}/{name}", data) for name, data in pretrained_files(parts))
         if training.adapters != NO_ADAPTERS:
@@ -217,16 +222,18 @@ def _view_naming_models(training: TrainingObjects) -> dict[str, ModelView]:
     return {slot: models.build_view(parts, hooks=training.state_dict_hooks) for slot, parts in components}
 
 
-def _add_model(captured: Capture, slot: str, view: ModelView, *, frozen_apart: bool) -> None:
+def _add_model(captured: Capture, slot: str, view: ModelView, training: TrainingObjects) -> None:
     for name in view.extra:
         check_utf8(name, "a name of a value of a model")
     check_duplicate_tensors(view)
     _check_duplicate_values(view)
     for name, tensor in view.tensors.items():
         is_frozen, splits = name in view.frozen, view.splits.get(name, ())
-        is_apart = is_frozen and frozen_apart
+        is_apart = is_frozen and training.frozen_apart
         is_compared = name not in view.buffers or tensor.layout is not None  # else by its digest
-        keys = captured.add_tensor(slot, name, tensor, shared=is_compared, splits=splits, apart=is_apart)
+        keys = captured.add_tensor(
+            slot, name, tensor, shared=is_compared, splits=splits, apart=is_apart, dtype=training.dtype
+        )
         captured.frozen |= keys if is_frozen else set()
     if view.tied:
         captured.inventory.tied[slot] = view.tied

@@ -24,6 +24,8 @@ class TrainingObjects(msgspec.Struct, frozen=True):
     Without ``state_dict_hooks`` a model's tensors are saved under the names that its modules have, whatever its hooks
     do. ``adapters`` is :data:`NO_ADAPTERS`, :data:`WITH_ADAPTERS` or :data:`ONLY_ADAPTERS`. ``frozen_apart``:
     parameters without gradients share no file with other tensors. ``files`` are stored as they are, from rank 0.
+    ``dtype``: the dtype, by its name in safetensors files, that floating tensors of the model without a scale are
+    cast to; by default none is.
     """
 
     model: Any = None
@@ -39,6 +41,7 @@ class TrainingObjects(msgspec.Struct, frozen=True):
     frozen_apart: bool = False
     adapters: str = NO_ADAPTERS
     files: Mapping[str, bytes] = msgspec.field(default_factory=dict)
+    dtype: str | None = None
 
     def loader_settings(self) -> tuple[str, str]:
         """Return the ranks that share the data of the loader, and its settings that must be equal on them, as text."""

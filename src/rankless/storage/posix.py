@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import secrets
 import platform
 import shutil
 import stat
@@ -418,6 +419,31 @@ def last_change_time(path: Path) -> float:
     """
     with wrap_os_errors("inspect", path):
         return max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
+
+
+def seconds_unchanged(folder: Path) -> float:
+    """Return for how long nothing in a directory has changed, by the clock of its file system; 0 if it is missing."""
+    try:
+        changed = last_change_time(folder)
+    except StorageError:
+        return 0.0
+    probe = folder.parent / f".{secrets.token_hex(8)}"
+    with new_file(probe):
+        pass
+    try:
+        return last_change_time(probe) - changed
+    finally:
+        remove_file(probe)
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Remove a directory unless something is in it; a missing one is no error."""
+    with wrap_os_errors("remove", folder), suppress(FileNotFoundError, NotADirectoryError):
+        try:
+            folder.rmdir()
+        except OSError as error:
+            if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
+                raise
 
 
 def tree_state(path: Path) -> str:

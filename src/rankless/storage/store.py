@@ -128,6 +128,12 @@ class Store(Protocol):
     def remove_file(self, path: Path) -> None:
         """Remove a file."""
 
+    def remove_empty_folder(self, folder: Path) -> None:
+        """Remove a directory unless something is in it; a missing one is no error."""
+
+    def seconds_unchanged(self, folder: Path) -> float:
+        """Return for how long nothing in a directory has changed, by the store's own clock; 0 if that is unknown."""
+
 
 class ObjectInfo(msgspec.Struct, frozen=True):
     """An object in a list: its path, its size in bytes, its version, and when it was changed, in seconds since 1970."""
@@ -257,6 +263,8 @@ class PosixStore:
     check_regular = staticmethod(posix.check_regular)
     replace_small = staticmethod(replace_small)
     remove_file = staticmethod(posix.remove_file)
+    remove_empty_folder = staticmethod(posix.remove_if_empty)
+    seconds_unchanged = staticmethod(posix.seconds_unchanged)
 
     def open_reader(self, path: Path) -> BufferedReader:
         """See :class:`Store`."""

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from rankless.engine.io.tensor_sources import (
     ChunkedSource,
     InMemorySource,
+    LayeredSource,
     Source,
     SourceChunk,
     StridedLocation,
@@ -53,6 +54,8 @@ class SourceReader(ClosingMixin):
             _read_chunked(source, offset, into, self._readers)
         elif isinstance(source, InMemorySource):
             into[:] = source.data[offset : offset + len(into)]
+        elif isinstance(source, LayeredSource):
+            source.read(offset, into, self._readers)
         else:
             self._readers.read(source, offset, into)
 

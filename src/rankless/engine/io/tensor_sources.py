@@ -1,4 +1,4 @@
-"""Sources of tensors other than plain file ranges: boxes that are in several files, or not in row-major order.
+"""Sources of tensors other than plain file ranges: boxes that are in several files, not in row-major order, or changed.
 
 Such a tensor is described so that it can be read like a file that contains only this tensor, in row-major order.
 
@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
 from rankless.engine.plan.element_ranges import IndexBox
+
+if TYPE_CHECKING:
+    from rankless.storage.reader_pool import ReaderPool
 
 
 class StridedLocation(NamedTuple):
@@ -60,8 +63,29 @@ class InMemorySource(msgspec.Struct, frozen=True, eq=False):
     data: bytes
 
 
+class Layer(Protocol):
+    """Changes of a tensor that are stored apart from it."""
+
+    def apply(self, offset: int, data: memoryview, readers: ReaderPool) -> None:
+        """Change ``data``, the bytes of the tensor from ``offset`` on, in place. It reads with ``readers``."""
+
+
+class LayeredSource(msgspec.Struct, frozen=True, eq=False):
+    """A tensor that begins at ``offset`` in ``file``, and the changes to it, in order."""
+
+    file: Path
+    offset: int
+    layers: tuple[Layer, ...]
+
+    def read(self, offset: int, into: memoryview, readers: ReaderPool) -> None:
+        """Fill ``into`` with the bytes of the changed tensor from ``offset`` on."""
+        readers.read(self.file, self.offset + offset, into)
+        for layer in self.layers:
+            layer.apply(offset, into, readers)
+
+
 #: Anything that byte ranges are read from.
-Source = Path | ChunkedSource | InMemorySource
+Source = Path | ChunkedSource | InMemorySource | LayeredSource
 
 
 def paths_of(sources: Iterable[Source]) -> Iterator[Path]:
@@ -69,6 +93,8 @@ def paths_of(sources: Iterable[Source]) -> Iterator[Path]:
     for source in sources:
         if isinstance(source, Path):
             yield source
+        elif isinstance(source, LayeredSource):
+            yield source.file
         elif isinstance(source, ChunkedSource):
             yield from (chunk.order_hint[0] for chunk in source.chunks)
 

@@ -277,6 +277,19 @@ class ObjectReads(ABC):
         now, written = (parse_http_date(response.headers.get(name, "")) for name in ("date", "last-modified"))
         return response.body, None if now is None or written is None else (now - written).total_seconds()
 
+    def remove_empty_folder(self, folder: Path) -> None:
+        """See :class:`~rankless.storage.store.Store`. A store of objects has no directories."""
+
+    def seconds_unchanged(self, folder: Path) -> float:
+        """See :class:`~rankless.storage.store.Store`."""
+        objects = self.list_objects(as_object(folder))
+        newest = max(objects, key=lambda info: info.time, default=None)
+        response = None if newest is None else self._head(newest.path)
+        if response is None:
+            return 0.0
+        now, written = (parse_http_date(response.headers.get(name, "")) for name in ("date", "last-modified"))
+        return 0.0 if now is None or written is None else (now - written).total_seconds()
+
     def check_regular(self, path: Path, *, within: tuple[Path, ...]) -> None:
         """See :class:`~rankless.storage.store.Store`. Objects are no links; a missing one is found by the read."""
         if ".." in path.parts or not any(path.is_relative_to(folder) for folder in within):

@@ -1,0 +1,99 @@
+"""The cheapest way to a version: from what a reader has, or from an anchor, over deltas. Pure but for the manifests.
+
+Followers and the reader of a version call it, each process for itself. A way never leads back to an older version.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import count
+
+import msgspec
+
+from rankless.errors import CorruptCheckpointError, NoCheckpointError
+from rankless.ondisk.weight_versions import Delta, VersionKey, VersionManifest
+
+#: Reads the manifest of a version by its number. Raises ``NoCheckpointError`` if it was removed.
+ReadManifest = Callable[[int], VersionManifest]
+
+#: The most versions that a way is looked for in.
+_MOST_VERSIONS = 10_000
+
+
+class Step(msgspec.Struct, frozen=True):
+    """A step of a way: a delta, and the folder of the version that has its parts."""
+
+    folder: str
+    delta: Delta
+
+
+class Route(msgspec.Struct, frozen=True):
+    """A way to a version. It begins at ``start``, whose files are in the folder ``anchor``; empty if the reader has it.
+
+    ``nbytes`` is the size of all that must be read.
+    """
+
+    start: VersionKey
+    anchor: str
+    steps: tuple[Step, ...]
+    nbytes: int
+
+
+def find_route(
+    target: VersionManifest,
+    read_manifest: ReadManifest,
+    have: Collection[VersionKey] = (),
+    avoided: Collection[str] = (),
+) -> Route:
+    """Return the way to ``target`` with the fewest bytes to read.
+
+    ``have`` are versions that the reader has at no cost. ``avoided`` are folders whose files are missing or corrupt.
+    Raises ``NoCheckpointError`` if there is no way, because versions were removed.
+    """
+    known: dict[VersionKey, VersionManifest] = {target.key: target}
+    seen: set[VersionKey] = set()
+    order = count()
+    ways: list[tuple[int, int, Route]] = [(0, next(order), Route(target.key, "", (), 0))]
+    while ways and len(seen) < _MOST_VERSIONS:
+        *_, way = heapq.heappop(ways)
+        if way.anchor or way.start in have:
+            return way
+        if way.start in seen:
+            continue
+        seen.add(way.start)
+        manifest = known.get(way.start) or _find_manifest(way.start, read_manifest)
+        if manifest is not None:
+            for longer in _extend(way, manifest, avoided):
+                heapq.heappush(ways, (longer.nbytes, next(order), longer))
+    raise NoCheckpointError(f"no way leads to version {target.number}: versions that it is based on were removed")
+
+
+def _extend(way: Route, manifest: VersionManifest, avoided: Collection[str]) -> Iterator[Route]:
+    """Yield the ways that begin where version ``manifest`` comes from, and go on as ``way`` does."""
+    if manifest.is_anchor and manifest.anchor.folder not in avoided:
+        yield Route(manifest.key, manifest.anchor.folder, way.steps, way.nbytes + manifest.anchor_bytes)
+    for delta in manifest.deltas if manifest.folder not in avoided else ():
+        steps = (Step(manifest.folder, delta), *way.steps)
+        yield Route(delta.base, "", steps, way.nbytes + delta.nbytes)
+
+
+def _find_manifest(key: VersionKey, read_manifest: ReadManifest) -> VersionManifest | None:
+    """Return the manifest of a version; ``None`` if it was removed, is corrupt, or is that of another publisher."""
+    try:
+        manifest = read_manifest(key.number)
+    except (NoCheckpointError, CorruptCheckpointError):
+        return None
+    return manifest if manifest.key == key else None
+
+
+def remember_manifests(read_manifest: ReadManifest, known: Mapping[int, VersionManifest]) -> ReadManifest:
+    """Return a function that reads each manifest once, and those in ``known`` not at all."""
+    manifests = dict(known)
+
+    def read(number: int) -> VersionManifest:
+        if number not in manifests:
+            manifests[number] = read_manifest(number)
+        return manifests[number]
+
+    return read

@@ -1,0 +1,60 @@
+"""Levels: deltas over several versions, so that a follower that is behind reads fewer bytes than all deltas have.
+
+Differences add up. So a rank makes the difference to an older version from the parts that it has written since, and
+needs no copy of that version. :class:`~rankless.weights.version_output.VersionOutput` calls it on each rank, in the
+threads that encode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rankless.formats.weights.difference_parts import DifferenceLayer, PartCaches, TensorWords, open_part
+from rankless.ondisk.differences import EncodedRange, Words, decode_range, encode_difference, encode_raw
+from rankless.storage.reader_pool import ReaderPool
+from rankless.weights.publisher_state import OwnDelta
+from rankless.weights.version_parts import Encode, Piece, StoredTensors
+
+
+def encode_level(
+    directory: Path, deltas: Sequence[OwnDelta] | None, tensors: StoredTensors, encode_last: Encode
+) -> Encode:
+    """Return what encodes pieces as the sum of this rank's ``deltas`` and of the last one, which ``encode_last`` makes.
+
+    Without ``deltas``, pieces are stored as they are. So they are if a delta replaces a block instead of adding to it.
+    """
+    if deltas is None:
+        return lambda piece, new: encode_raw(new)
+    words = [
+        TensorWords(str(number), size, itemsize)
+        for number, (size, itemsize) in enumerate(zip(tensors.sizes, tensors.itemsizes, strict=True))
+    ]
+    opened = [[open_part(directory / delta.folder, part, words) for part in delta.parts] for delta in deltas]
+    caches, readers = PartCaches(), ReaderPool()
+    layers = {
+        number: [
+            layer for parts in opened if (layer := DifferenceLayer.of(tensor, number, parts, caches)) is not None
+        ]
+        for number, tensor in enumerate(words)
+    }
+
+    def encode(piece: Piece, new: Words) -> EncodedRange | None:
+        start, count = piece.words
+        if any(layer.replaces(start, start + count) for layer in layers[piece.tensor]):
+            return encode_raw(new)
+        total = np.zeros_like(new)
+        for layer in layers[piece.tensor]:
+            layer.apply(start * new.itemsize, total.view(np.uint8).data, readers)
+        last = encode_last(piece, new)
+        if last is not None:
+            subject = "a difference that was just encoded"
+            decoded = decode_range(last.encoding, last.changed, count, new.dtype, last.streams, subject)
+            if decoded.replaces:
+                return encode_raw(new)
+            decoded.apply(total)
+        return encode_difference(total)
+
+    return encode

@@ -1,0 +1,227 @@
+"""``WeightPublisher``: publishes versions of a model's weights while a training goes on. Every rank calls it.
+
+A publication is a save of one component (:mod:`rankless.components.component_content`) whose output is a version
+(:mod:`rankless.weights.version_output`). So its votes, copies, threads and errors are those of all saves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+
+from rankless.components.component_calls import check_cast, saves
+from rankless.components.component_content import ComponentContent
+from rankless.components.component_request import ComponentRequest
+from rankless.components.destination import Destination
+from rankless.components.file_format import model_file_format
+from rankless.engine.comm.collective_call import collective_call
+from rankless.engine.comm.process_group_argument import ProcessGroupArgument, check_ranks_are_joined
+from rankless.errors import InvalidArgumentError, RanklessError
+from rankless.observe.spans import span
+from rankless.observe.warning import warn_caller
+from rankless.ondisk.data_files import NO_ADAPTERS, SHARD_SIZE, parse_size
+from rankless.ondisk.validation import check_integer, check_number
+from rankless.ondisk.weight_versions import TrainingPoint
+from rankless.run_directory import RunDirectory
+from rankless.save.background import background_saves
+from rankless.save.handle import SaveHandle
+from rankless.state.training import TrainingObjects
+from rankless.storage.location import parse_location
+from rankless.weights.publication import Publication, WeightVersion
+from rankless.weights.publisher_state import PublisherState
+from rankless.weights.version_output import VersionOutput
+from rankless.weights.weights_folders import WeightsDirectory
+
+if TYPE_CHECKING:
+    import torch
+
+
+class WeightPublisher:
+    """Publishes versions of a model's weights into a weights directory, which engines and evaluations follow.
+
+    ```python
+    with rankless.WeightPublisher("weights", dtype=torch.bfloat16) as publisher:
+        for step in range(1000):
+            train(model, optimizer)
+            publisher.publish(model, step=step)
+    ```
+
+    The first version is an *anchor*: a folder of whole files, as :func:`rankless.save_model` writes it. Later ones are
+    *deltas*: each rank writes how its own bytes differ from those of the version before. Nothing is gathered. A version
+    appears in one step, when all ranks have written, and can be proven block by block. Each rank keeps a copy of the
+    bytes that it published last, in host memory.
+
+    Args:
+        path: The weights directory, or its URL in an object store. It may be in memory, such as in ``/dev/shm``. Only
+            one job may publish into it at a time.
+        dtype: The dtype of the published floating-point tensors, such as ``torch.bfloat16``. By default they are as in
+            the model.
+        anchor_every: How many versions there are from one anchor to the next.
+        keep: How many anchors are kept, with all versions since the oldest of them; ``None``: all.
+        training: The :class:`rankless.RunDirectory` of the training. Then a version names the run, the incarnation and
+            the newest checkpoint.
+        async_save: :meth:`publish` returns as soon as the model may change; the rest is done in the background.
+        on_busy: If a publication is still in progress at the next call, ``"wait"`` for it, or ``"skip"`` the new one.
+        on_failure: ``"raise"`` the error of a failed publication, or ``"warn"``, and go on.
+        max_shard_size: The maximum size of the tensors in one file.
+        process_group: The ranks that publish together; ``"self"`` is this process alone.
+        timeout: How many seconds ranks wait for each other before all of them fail.
+
+    Raises:
+        InvalidArgumentError: An argument is invalid.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        *,
+        dtype: torch.dtype | str | None = None,
+        anchor_every: int = 100,
+        keep: int | None = 2,
+        training: RunDirectory | None = None,
+        async_save: bool = True,
+        on_busy: str = "wait",
+        on_failure: str = "raise",
+        max_shard_size: int | str = SHARD_SIZE,
+        process_group: ProcessGroupArgument = None,
+        timeout: float = 600.0,
+    ) -> None:
+        self._path = parse_location(path)
+        self._dtype = None if dtype is None else check_cast(dtype)
+        self._anchor_every = check_integer("anchor_every", anchor_every, smallest=1)
+        self._keep = None if keep is None else check_integer("keep", keep, smallest=1)
+        self._training = training
+        self._async_save, self._is_skipping = bool(async_save), _is_second("on_busy", on_busy, ("wait", "skip"))
+        self._is_warning = _is_second("on_failure", on_failure, ("raise", "warn"))
+        self._limit = parse_size(max_shard_size)
+        self._group, self._timeout = process_group, timeout
+        self._state = PublisherState()
+        self._handle: SaveHandle[WeightVersion] | None = None
+
+    @property
+    def path(self) -> Path:
+        """The weights directory."""
+        return self._path
+
+    def publish(
+        self, model: Any, step: int | float | None = None, metrics: Mapping[str, float] | None = None
+    ) -> SaveHandle[WeightVersion] | None:
+        """Publish the weights of a model as the next version. Every rank calls it.
+
+        The first call of a job publishes an anchor, and so does the first one after the training went back, or if the
+        tensors of the model or its configuration have changed.
+
+        Args:
+            model: A module in any layout, or a state dict. A list holds the modules of one model.
+            step: The step of the training.
+            metrics: Numbers to store with the version.
+
+        Returns:
+            A handle. Its ``wait()`` returns the :class:`rankless.WeightVersion` when it is published. ``None`` if this
+            publication was skipped, or has failed and ``on_failure="warn"``.
+
+        Raises:
+            WeightsConflictError: Another job has published into the directory. The next publication is an anchor.
+            UnsupportedTensorError, ReplicaMismatchError, RankMismatchError, RankTimeoutError, StorageError: As in
+                :func:`rankless.save_model`. All ranks raise it, and no version appears. With ``async_save``, the next
+                call or :meth:`wait` raises it.
+        """
+        with self._tolerating(), collective_call(self._group, self._timeout):
+            check_ranks_are_joined(self._group)
+            publication = self._describe(step, metrics)
+            if self._is_skipping and self._is_busy():
+                return None
+            self._handle = self._run(model, publication)
+            return self._handle
+        return None
+
+    def _describe(self, step: int | float | None, metrics: Mapping[str, float] | None) -> Publication:
+        numbers = {name: float(check_number(f"metric {name!r}", value)) for name, value in (metrics or {}).items()}
+        return Publication(
+            self._path,
+            None if step is None else check_number("step", step),
+            {name: value if math.isfinite(value) else None for name, value in numbers.items()},
+            None if self._training is None else describe_training(self._training),
+            self._anchor_every,
+            self._keep,
+        )
+
+    def _is_busy(self) -> bool:
+        """Return whether the publication before is in progress on rank 0: all ranks do the same."""
+        session = saves.rank_group(self._group).open_session(self._timeout)
+        handle = self._handle
+        _, raw = session.vote(
+            "deciding whether to publish",
+            lambda: None,
+            lambda _: b"",
+            lambda _: b"" if handle is None or handle.done() else b"busy",
+        )
+        session.leave()
+        return bool(raw)
+
+    def _run(self, model: Any, publication: Publication) -> SaveHandle[WeightVersion]:
+        folder = Destination(self._path, folder=True)
+        file_format = model_file_format(folder, self._limit, use_safetensors=True, model=model, dtype=self._dtype)
+        training = TrainingObjects(model, rng=False, adapters=NO_ADAPTERS, dtype=self._dtype)
+        text = f"version {publication.step} of weights, an anchor every {self._anchor_every}, in {file_format.text}"
+        request = ComponentRequest(
+            WeightsDirectory(self._path), training, file_format.layout, text, async_save=self._async_save
+        )
+        with span("publish", "call", self._path.name), background_saves.path_turn(self._path, self._group):
+            content = ComponentContent(
+                request,
+                saves.rank_group(self._group),
+                self._timeout,
+                partial(VersionOutput, publication, self._state),
+            )
+            return background_saves.run_save(content, self._path, self._group, asynchronous=self._async_save)
+
+    def wait(self) -> None:
+        """Wait until all publications have ended, and raise the error of one that has failed. Every rank calls it."""
+        with self._tolerating():
+            background_saves.finalize(self._path)
+
+    @contextmanager
+    def _tolerating(self) -> Iterator[None]:
+        """Turn an error of a publication, which all ranks have, into a warning if the caller wants that."""
+        try:
+            yield
+        except InvalidArgumentError:
+            raise
+        except RanklessError as error:
+            if not self._is_warning:
+                raise
+            warn_caller(f"a version of the weights was not published into {self._path}: {error}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.wait()
+
+
+def describe_training(directory: RunDirectory) -> TrainingPoint | None:
+    """Return the point at which a training is; ``None`` if it has neither saved nor loaded in its run directory."""
+    history = directory.history
+    if history.claim is not None:
+        return TrainingPoint(run=history.claim.run, incarnation=history.claim.incarnation)
+    if history.base is not None:
+        base = history.base
+        return TrainingPoint(run=base.run, incarnation=base.incarnation, checkpoint=base.id, tag=base.tag)
+    return None
+
+
+def _is_second(argument: str, value: object, choices: tuple[str, str]) -> bool:
+    if value not in choices:
+        raise InvalidArgumentError(f"{argument} must be {choices[0]!r} or {choices[1]!r}; got {value!r}")
+    return value == choices[1]

@@ -1,0 +1,47 @@
+"""What a publisher keeps from one publication to the next.
+
+:class:`~rankless.weights.publisher.WeightPublisher` has one on every rank. Rank 0 alone knows the manifest of the base;
+all ranks know its key, and the copy of what they published then. It changes only when a version is committed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rankless.ondisk.weight_versions import PublishedFile, VersionKey, VersionManifest
+from rankless.weights.published_copy import PublishedCopy
+
+
+@dataclass(frozen=True)
+class OwnDelta:
+    """The parts that this rank has written for one delta, in ``folder``."""
+
+    folder: str
+    parts: list[PublishedFile]
+
+
+@dataclass
+class PublisherState:
+    """The newest version that this publisher has committed, and what the next one needs of it.
+
+    ``base`` is its manifest, on rank 0. ``layout`` is a digest of the files and tensors: deltas need equal ones.
+    ``level_base`` is the version that the next level begins at; ``own_deltas`` are this rank's parts since then, or
+    ``None`` if some of them do not depend on their base.
+    """
+
+    copy: PublishedCopy = field(default_factory=PublishedCopy)
+    key: VersionKey | None = None
+    base: VersionManifest | None = None
+    layout: int = 0
+    since_anchor: int = 0
+    level_base: VersionKey | None = None
+    own_deltas: list[OwnDelta] | None = field(default_factory=list)
+    #: The version that could not be committed, or whose commit was not answered.
+    failed: VersionKey | None = None
+    has_removed_abandoned: bool = False
+
+    def forget(self) -> None:
+        """Begin anew: the next version is an anchor without a delta."""
+        self.copy.forget()
+        self.key = self.base = self.level_base = None
+        self.own_deltas = []

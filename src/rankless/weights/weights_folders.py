@@ -1,0 +1,140 @@
+"""The folders and manifests of a weights directory, as publishers make and remove them, on a disk or in a store.
+
+Rank 0 of a publisher calls it. What is removed is what a manifest names, after that manifest, or what a dead publisher
+has left: files with our checksums in a folder that no manifest names. Nothing else is removed, so a folder with another
+file stays.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankless.errors import InvalidArgumentError, NoCheckpointError, RanklessError, StorageError, WeightsConflictError
+from rankless.formats.safetensors import has_our_checksums
+from rankless.formats.weights.version_files import list_numbers, manifest_path, read_manifest
+from rankless.ondisk.weight_versions import VersionKey, VersionManifest, encode_version
+from rankless.storage.store import store_of
+
+_FOLDER_NAME = re.compile(r"(anchor|delta)-([0-9]+)-([0-9a-f]{16})")
+
+#: For how many seconds what no manifest names is left alone: another publisher may be about to commit it.
+_ABANDONED_SECONDS = 3600.0
+
+#: The small files that a save of a model writes next to its model files.
+_SMALL = re.compile(r"[\w.-]+\.json")
+
+
+def anchor_name(key: VersionKey) -> str:
+    """Return the name of the folder of an anchor."""
+    return f"anchor-{key.number}-{key.id}"
+
+
+def delta_name(key: VersionKey) -> str:
+    """Return the name of the folder of the parts of a version."""
+    return f"delta-{key.number}-{key.id}"
+
+
+@dataclass(frozen=True)
+class WeightsDirectory:
+    """A directory that versions are published into. See :class:`rankless.components.component_request.SavedTo`."""
+
+    path: Path
+
+    def check_replaceable(self) -> None:
+        """Raise ``InvalidArgumentError`` if the path is a file, or a bucket as a whole."""
+        store = store_of(self.path)
+        if store.is_bucket(self.path):
+            raise InvalidArgumentError(f"{self.path} is a whole bucket: publish into a folder in it")
+        if store.is_file(self.path):
+            raise InvalidArgumentError(f"{self.path} is a file: pass the folder that versions are published into")
+
+
+def commit_version(directory: Path, manifest: VersionManifest) -> None:
+    """Create the manifest of a version: it is published. Raises ``WeightsConflictError`` if there is one."""
+    path = manifest_path(directory, manifest.number)
+    if not store_of(path).create_small(path, encode_version(manifest)):
+        raise WeightsConflictError(
+            f"another publisher has published version {manifest.number} in {directory}: let only one job publish into "
+            "a directory. The next publication of this job is a whole model"
+        )
+
+
+def is_committed(directory: Path, key: VersionKey) -> bool:
+    """Return whether a version was published. Raises ``StorageError`` if that cannot be known."""
+    with suppress(NoCheckpointError):
+        return read_manifest(directory, key.number).key == key
+    return False
+
+
+def find_outdated(directory: Path, keep: int) -> list[VersionManifest]:
+    """Return the versions that are older than the newest ``keep`` anchors, oldest first."""
+    anchors = 0
+    outdated: list[VersionManifest] = []
+    for number in reversed(list_numbers(directory)):
+        with suppress(RanklessError):  # one that cannot be read stays
+            manifest = read_manifest(directory, number)
+            if anchors >= keep:
+                outdated.append(manifest)
+            anchors += manifest.is_anchor
+    return outdated[::-1]
+
+
+def remove_version(directory: Path, manifest: VersionManifest) -> None:
+    """Remove a version: its manifest first, so that no reader begins with it, then the files that it names."""
+    store_of(directory).remove_file(manifest_path(directory, manifest.number))
+    remove_version_files(directory, manifest)
+
+
+def remove_version_files(directory: Path, manifest: VersionManifest) -> None:
+    """Remove the files that a version has written."""
+    parts = [part.name for delta in manifest.deltas for part in delta.parts]
+    if manifest.folder:
+        _remove_files(directory / manifest.folder, parts)
+    if manifest.is_anchor:
+        names = [file.name for file in (*manifest.files, *manifest.small_files)]
+        _remove_files(directory / manifest.anchor.folder, names)
+
+
+def remove_unpublished(directory: Path, key: VersionKey) -> None:
+    """Remove the folders of a version that was not published, as far as their files are ours."""
+    for name in (anchor_name(key), delta_name(key)):
+        _remove_own_files(directory / name)
+
+
+def remove_abandoned(directory: Path) -> None:
+    """Remove the folders that no manifest names, if nothing in them has changed for an hour: their publisher is dead."""
+    store = store_of(directory)
+    names = [folder.name for folder in store.list_subdirectories(directory)]
+    numbered = {name: int(match[2]) for name in names if (match := _FOLDER_NAME.fullmatch(name))}
+    for number in sorted(set(numbered.values())):
+        folders = {name for name, of_name in numbered.items() if of_name == number}
+        for name in folders - _named_folders(directory, number):
+            if store.seconds_unchanged(directory / name) > _ABANDONED_SECONDS:
+                _remove_own_files(directory / name)
+
+
+def _named_folders(directory: Path, number: int) -> set[str]:
+    try:
+        return set(read_manifest(directory, number).folders)
+    except NoCheckpointError:
+        return set()
+
+
+def _remove_own_files(folder: Path) -> None:
+    store = store_of(folder)
+    names = store.list_names(folder)
+    tensors = {name for name in names if name.endswith(".safetensors") and has_our_checksums(folder / name)}
+    _remove_files(folder, [*tensors, *(name for name in names if _SMALL.fullmatch(name) and tensors)])
+
+
+def _remove_files(folder: Path, names: Iterable[str]) -> None:
+    """Remove files, and the folder if nothing else is in it."""
+    store = store_of(folder)
+    for name in names:
+        with suppress(StorageError):  # another process has removed it
+            store.remove_file(folder / name)
+    store.remove_empty_folder(folder)
