@@ -103,6 +103,9 @@ from rankless.tracing import Trace as Trace
 from rankless.tracing import merge_traces as merge_traces
 from rankless.tracing import trace as trace
 from rankless.view import Checkpoint as Checkpoint
+from rankless.weights.follower import WeightFollower as WeightFollower
 from rankless.weights.publication import WeightVersion as WeightVersion
 from rankless.weights.publisher import WeightPublisher as WeightPublisher
 from rankless.view import open as open  # noqa: A004 - the public name
+from rankless.weights.waiting import list_weight_versions as list_weight_versions
+from rankless.weights.waiting import wait_for_weights as wait_for_weights

@@ -115,11 +115,6 @@ def encode_range(old: Words, new: Words) -> EncodedRange | None:
     return encoded if sum(encoded.sizes) < _WORTH_CODING * new.nbytes else encode_raw(new)
 
 
-def encode_difference(difference: Words) -> EncodedRange | None:
-    """Return the encoded form of what is to be added to each word; ``None`` if that is 0 everywhere."""
-    return encode_range(np.zeros_like(difference), difference)
-
-
 def encode_raw(new: Words) -> EncodedRange:
     """Return the encoded form of words that do not depend on older ones."""
     return EncodedRange(RAW, len(new), (new.tobytes(), b"", b""))

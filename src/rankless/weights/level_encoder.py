@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from rankless.formats.weights.difference_parts import DifferenceLayer, PartCaches, TensorWords, open_part
-from rankless.ondisk.differences import EncodedRange, Words, decode_range, encode_difference, encode_raw
+from rankless.ondisk.differences import RAW, EncodedRange, Words, decode_range, encode_range, encode_raw
 from rankless.storage.reader_pool import ReaderPool
 from rankless.weights.publisher_state import OwnDelta
 from rankless.weights.version_parts import Encode, Piece, StoredTensors
@@ -55,6 +55,7 @@ def encode_level(
             if decoded.replaces:
                 return encode_raw(new)
             decoded.apply(total)
-        return encode_difference(total)
+        summed = encode_range(np.zeros_like(total), total)
+        return encode_raw(new) if summed is not None and summed.encoding == RAW else summed
 
     return encode

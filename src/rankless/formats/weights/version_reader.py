@@ -27,6 +27,7 @@ from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import dtype_width
 from rankless.ondisk.values import ArrayCodec
 from rankless.ondisk.weight_versions import ModelFile, VersionManifest, decode_model_header, number_of_name
+from rankless.storage.reader_pool import ReaderPool
 from rankless.storage.store import store_of
 
 
@@ -43,7 +44,8 @@ class WeightsReader:
         self.path, self.manifest = manifest_path(directory, manifest.number), manifest
         self._directory, self._base = directory, base
         files = [self._open_file(file) for file in manifest.files]
-        self._inner = HuggingFaceReader(self.path, {MODEL: SafetensorsFiles(files)})
+        self._file_set = SafetensorsFiles(files)
+        self._inner = HuggingFaceReader(self.path, {MODEL: self._file_set})
         self.groups: Mapping[str, Mapping[str, TensorInfo]] = self._inner.groups
         self.tied: Mapping[str, Mapping[str, str]] = self._inner.tied
         self.tensors = tuple(_list_tensors(files))
@@ -92,9 +94,21 @@ class WeightsReader:
         changed = {source.file.name for source in self._sources.values() if source.layers}
         return changed & {file.name for file in self.manifest.files}
 
-    def source_of(self, name: str) -> LayeredSource | None:
-        """Return the source of a tensor by its name in the files; ``None`` if the version is read from whole files."""
-        return self._sources.get(name)
+    def stored_crcs(self, name: str) -> Sequence[int]:
+        """Return the CRCs of the blocks of a tensor, by its name in the files. Raises ``CorruptCheckpointError``."""
+        crcs = self._file_set.crcs.get(name)
+        if crcs is None:
+            raise CorruptCheckpointError(f"{self.path} has no CRCs of {name!r}")
+        return crcs
+
+    def read_stored(self, name: str, start: int, into: memoryview, readers: ReaderPool) -> None:
+        """Fill ``into`` with bytes of a tensor, by its name in the files, from ``start`` on."""
+        source = self._sources.get(name)
+        if source is not None:
+            source.read(start, into, readers)
+            return
+        extent = self._file_set.file_of(name).tensor_extent(name, start, start + len(into))
+        readers.read(self._file_set.file_of(name).path, extent.offset, into)
 
     def block_crcs(self, group: str, name: str) -> Sequence[int] | None:
         """See :class:`rankless.formats.reader.Reader`. Each version has them."""

@@ -1,0 +1,269 @@
+"""A folder that follows published weights: whole model files of one version, under the link ``current``.
+
+```
+FOLDER/current -> 120-9f2c…        the version that readers open; a rename replaces the link
+FOLDER/120-9f2c…/                  byte for byte what save_model would have written for version 120
+FOLDER/119-03ab…/                  the version before, for readers that have it open
+```
+
+:class:`~rankless.weights.follower.WeightFollower` has one in one process of a host, and so has ``rankless follow``.
+The order must stay: every block of a new version is written and proven, everything is synced, the folder gets its name,
+then the link changes. A killed process leaves the old version or the new one. Files of others in the folder stay.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from rankless.errors import CorruptCheckpointError, InvalidArgumentError, NoCheckpointError, StateError, StorageError
+from rankless.formats.weights.routes import Route, find_route, remember_manifests
+from rankless.formats.weights.version_files import read_manifest
+from rankless.formats.weights.version_reader import WeightsReader
+from rankless.ondisk.block_crcs import BLOCK_BYTES, crc64
+from rankless.ondisk.weight_versions import ModelFile, VersionKey, VersionManifest, decode_model_header
+from rankless.process.worker_threads import count_threads, run_in_threads
+from rankless.storage import posix
+from rankless.storage.atomic_rename import rename_path
+from rankless.storage.closing import ClosingMixin
+from rankless.storage.direct_io import BufferedWriter
+from rankless.storage.directory_trees import remove_tree
+from rankless.storage.exact_reader import ExactReaderFactory
+from rankless.storage.file_lock import FileLock
+from rankless.storage.links_and_clones import Sharing, identify_file
+from rankless.storage.reader_pool import ReaderPool
+from rankless.storage.store import store_of
+
+#: The link to the current version.
+CURRENT = "current"
+
+_VERSION = re.compile(r"([1-9][0-9]*)-([0-9a-f]{16})")
+
+#: What a process that was killed has left.
+_PENDING = re.compile(r"\.(pending|current)-[0-9a-f]{16}")
+
+_LOCK = ".rankless-follow.lock"
+
+
+class FollowedVersion(NamedTuple):
+    """A version that was put into the folder, and how: the bytes that were read for it, and those that were proven."""
+
+    manifest: VersionManifest
+    folder: Path
+    route: Route
+    verified_bytes: int
+
+
+class FollowedFolder(ClosingMixin):
+    """The folder of one follower. Raises ``StateError`` if another follower has it."""
+
+    def __init__(self, path: Path) -> None:
+        if store_of(path).is_remote:
+            raise InvalidArgumentError(f"{path} is in an object store: weights are followed into a folder of this host")
+        self.path = path
+        posix.make_directory(path)
+        with posix.wrap_os_errors("lock", path / _LOCK):
+            try:
+                self._lock = FileLock(path / _LOCK)
+            except BlockingIOError:
+                raise StateError(
+                    f"another process follows weights into {path}: let only one do that, or pass another folder"
+                ) from None
+        try:
+            self.current = self._read_current()
+            self._remove_leftovers()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_current(self) -> VersionKey | None:
+        """Return the version that the link leads to. Raises ``InvalidArgumentError`` if something else is there."""
+        link = self.path / CURRENT
+        if not posix.is_link(link):
+            if posix.path_exists(link):
+                raise InvalidArgumentError(f"{link} is not a link that a follower has made: pass another folder")
+            return None
+        with posix.wrap_os_errors("read", link):
+            match = _VERSION.fullmatch(str(link.readlink()))
+        if match is None:
+            raise InvalidArgumentError(f"{link} leads to something that a follower has not made: pass another folder")
+        return VersionKey(int(match[1]), match[2]) if posix.is_directory(self.path / match[0]) else None
+
+    def _remove_leftovers(self) -> None:
+        for name in posix.list_names(self.path):
+            if _PENDING.fullmatch(name):
+                remove_tree(self.path / name)
+
+    def folder_of(self, key: VersionKey) -> Path:
+        """Return the folder of a version."""
+        return self.path / f"{key.number}-{key.id}"
+
+    def update(self, directory: Path, number: int) -> FollowedVersion:
+        """Put a version into the folder, and make it the current one.
+
+        Of all ways to it the cheapest is taken; if something on it is missing or corrupt, another one.
+
+        Raises ``NoCheckpointError`` if the version, or all ways to it, were removed; ``CorruptCheckpointError`` or
+        ``StorageError`` if no way leads to the bytes that its manifest proves. The current version stays then.
+        """
+        manifest = read_manifest(directory, number)
+        read = remember_manifests(lambda older: read_manifest(directory, older), {number: manifest})
+        first: Exception | None = None
+        for route in self._iterate_routes(manifest, read):
+            try:
+                return self._follow(directory, manifest, route)
+            except (CorruptCheckpointError, NoCheckpointError, StorageError) as error:
+                if isinstance(error, StorageError) and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EROFS}:
+                    raise
+                first = first or error
+        raise first or NoCheckpointError(f"no way leads to version {number} of {directory}")
+
+    def _iterate_routes(self, manifest: VersionManifest, read: Callable[[int], VersionManifest]) -> Iterator[Route]:
+        """Yield ways to a version: the cheapest, one without its parts, then both from an anchor."""
+        tried = list[Route]()
+        have = [] if self.current is None else [self.current]
+        for known in (have, []):
+            avoided: set[str] = set()
+            for _ in range(2):
+                try:
+                    route = find_route(manifest, read, known, avoided)
+                except NoCheckpointError:
+                    if not tried:
+                        continue
+                    break
+                if route not in tried:
+                    tried.append(route)
+                    yield route
+                avoided = {step.folder for step in route.steps} - {manifest.folder}
+        if not tried:
+            find_route(manifest, read)  # raises the error
+
+    def _follow(self, directory: Path, manifest: VersionManifest, route: Route) -> FollowedVersion:
+        is_own = not route.anchor
+        base = self.folder_of(route.start) if is_own else directory / route.anchor
+        reader = WeightsReader(directory, manifest, base, route)
+        pending = self.path / f".pending-{secrets.token_hex(8)}"
+        posix.make_directory(pending)
+        try:
+            self._write_small_files(directory, manifest, pending)
+            for file in manifest.files:
+                self._write_model_file(reader, file, base if is_own else None, pending)
+            posix.sync_tree(pending)
+            folder = self._publish(pending, manifest.key)
+        except BaseException:
+            with suppress(StorageError):
+                remove_tree(pending)
+            raise
+        return FollowedVersion(manifest, folder, route, sum(file.size for file in manifest.files))
+
+    @staticmethod
+    def _write_small_files(directory: Path, manifest: VersionManifest, pending: Path) -> None:
+        anchor = directory / manifest.anchor.folder
+        for small in manifest.small_files:
+            data = store_of(anchor).read_small(anchor / small.name, small.size + 1)
+            if (len(data), f"{crc64(data):016x}") != (small.size, small.crc64nvme):
+                raise CorruptCheckpointError(f"{anchor / small.name} is not the file that its manifest names")
+            posix.make_parents(pending, small.name)
+            posix.write_small(pending / small.name, data)
+
+    def _write_model_file(self, reader: WeightsReader, file: ModelFile, base: Path | None, pending: Path) -> None:
+        """Write a model file and prove each block, or link the file of the base if its bytes are the same."""
+        target = pending / file.name
+        posix.make_parents(pending, file.name)
+        is_linked = base is not None and file.name not in reader.changed_files() and _link(base / file.name, target, file)
+        if not is_linked:
+            posix.allocate_space(target, file.size)
+        _write_blocks(reader, file, None if is_linked else target)
+
+    def _publish(self, pending: Path, key: VersionKey) -> Path:
+        folder = self.folder_of(key)
+        if posix.path_exists(folder):  # of a follower that was killed before it changed the link
+            remove_tree(folder)
+        rename_path(pending, folder)
+        link = self.path / f".current-{secrets.token_hex(8)}"
+        with posix.wrap_os_errors("link", link):
+            link.symlink_to(folder.name)
+        rename_path(link, self.path / CURRENT)
+        previous, self.current = self.current, key
+        kept = {folder.name, *([self.folder_of(previous).name] if previous else [])}
+        with suppress(StorageError):  # the next update removes what is left
+            for name in posix.list_names(self.path):
+                if _VERSION.fullmatch(name) and name not in kept:
+                    remove_tree(self.path / name)
+        return folder
+
+    def close(self) -> None:
+        """Let another process follow into the folder."""
+        self._lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+
+def _link(source: Path, target: Path, file: ModelFile) -> bool:
+    """Link a model file that has the bytes of tensors and the header of a version. Return whether it is linked."""
+    identity = identify_file(source)
+    if identity is None or identity.size != file.size:
+        return False
+    with store_of(source).open_reader(source) as opened:
+        header = bytearray(file.data_start)
+        opened.read(0, memoryview(header))
+    return bytes(header) == file.header_bytes and Sharing().link_file(source, target, identity)
+
+
+class _Block(NamedTuple):
+    """A block of a tensor: its bytes, their CRC, and where they are in the file."""
+
+    tensor: str
+    start: int
+    stop: int
+    offset: int
+    crc: int
+
+
+def _list_blocks(reader: WeightsReader, file: ModelFile) -> Iterator[_Block]:
+    """Yield the blocks of a model file in order."""
+    header = decode_model_header(file, str(reader.path))
+    for name, entry in sorted(header.entries.items(), key=lambda item: (item[1].data_offsets, item[0])):
+        at = file.data_start + entry.data_offsets[0]
+        crcs: Sequence[int] = reader.stored_crcs(name)
+        for number, crc in enumerate(crcs):
+            start, stop = number * BLOCK_BYTES, min(entry.nbytes, (number + 1) * BLOCK_BYTES)
+            yield _Block(name, start, stop, at + start, crc)
+
+
+def _write_blocks(reader: WeightsReader, file: ModelFile, target: Path | None) -> None:
+    """Read and prove all blocks of a model file, and write them with its header, unless it is there already.
+
+    Raises ``CorruptCheckpointError``, which names the tensor and the block.
+    """
+    readers = ReaderPool(ExactReaderFactory())
+    writer = None if target is None else BufferedWriter(target)
+
+    def move(block: _Block) -> None:
+        data = np.empty(block.stop - block.start, np.uint8)
+        reader.read_stored(block.tensor, block.start, data.data, readers)
+        if crc64(data) != block.crc:
+            raise CorruptCheckpointError(
+                f"block {block.start // BLOCK_BYTES} of {block.tensor!r} in {file.name} is not that of version "
+                f"{reader.manifest.number}: something on the way to it is corrupt"
+            )
+        if writer is not None:
+            writer.write(block.offset, data.data)
+
+    try:
+        run_in_threads(move, _list_blocks(reader, file), count_threads(file.size))
+        if writer is not None:
+            writer.write(0, memoryview(file.header_bytes))
+            writer.sync()
+    finally:
+        readers.close()
+        if writer is not None:
+            writer.close()
