@@ -79,6 +79,11 @@ COMMANDS: Mapping[str, CommandSpec] = {
         "Write what the local tier has into the run directory.",
         "rankless drain runs/a --local /dev/shm/a",
     ),
+    "follow": CommandSpec(
+        "rankless.cli.follow",
+        "Keep a folder at the newest version of published weights.",
+        "rankless follow s3://bucket/weights /dev/shm/weights",
+    ),
     "prune": CommandSpec(
         "rankless.cli.prune",
         "Remove old checkpoints and leftovers of interrupted saves.",

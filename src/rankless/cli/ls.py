@@ -19,6 +19,7 @@ from rankless.cli.output import print_error, print_json
 from rankless.cli.run_listing import RunListing, build_table
 from rankless.cli.table import Table
 from rankless.errors import InvalidArgumentError
+from rankless.formats.weights.version_files import find_newest
 from rankless.observe.terminal import escape_control_characters, terminal_console
 from rankless.observe.units import format_count
 from rankless.run.catalog import list_checkpoints
@@ -49,8 +50,12 @@ def ls(  # noqa: PLR0917 - options of the command
     save was completed; only verify reads the tensors. The exit code is 1 if there is no checkpoint, or a corrupt one.
     With --tree show the history: the job that saved each checkpoint, what it continued, and where the run went back.
     With --local also list what the local tier has on this host.
+    Of a weights directory, list the published versions: what each is based on, and what was written for it.
     """
     path = parse_location(run)
+    if local is None and find_newest(path) is not None:
+        _check_alone("a weights directory", {"--tree": tree, "--best": best is not None, "--watch": watch})
+        _list_versions(path, as_json=as_json)
     if local is None:
         check_run(path)
     if watch:
@@ -79,6 +84,20 @@ def ls(  # noqa: PLR0917 - options of the command
         raise typer.Exit(1)
     is_corrupt = any(info.status != "complete" for info in checkpoints) or (tier is not None and tier.is_corrupt)
     raise typer.Exit(1 if is_corrupt else 0)
+
+
+def _list_versions(path: Path, *, as_json: bool) -> NoReturn:
+    from rankless.cli.version_listing import VersionListing  # noqa: PLC0415 - a run needs none of it
+
+    listing = VersionListing(path)
+    if as_json:
+        print_json(listing.as_record())
+    else:
+        out = terminal_console()
+        out.print(listing.build_table(), end="")
+        for problem in listing.problems:
+            out.print(escape_control_characters(problem), style="red")
+    raise typer.Exit(1 if listing.is_corrupt else 0)
 
 
 def _check_alone(option: str, others: Mapping[str, bool]) -> None:

@@ -20,6 +20,7 @@ from rankless.cli.output import print_json
 from rankless.cli.verify_one import VerifyResult, verify_checkpoint
 from rankless.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError
 from rankless.formats.detect import is_checkpoint
+from rankless.formats.weights.version_files import list_numbers, manifest_path
 from rankless.inspection import inspected_checkpoint
 from rankless.observe.terminal import escape_control_characters, terminal_console
 from rankless.observe.units import format_count, format_rate, format_seconds, format_size
@@ -91,6 +92,8 @@ def _verify_all(path: Path, *, check_all: bool) -> Iterator[VerifyResult]:
 
 def _paths_to_verify(path: Path, *, check_all: bool) -> list[Path]:
     """Return the checkpoints to verify. Those with a corrupt manifest are included: any of them may be the latest."""
+    if check_all and (numbers := list_numbers(path)):
+        return [manifest_path(path, number) for number in numbers]
     checkpoints = inspected_checkpoint.list_targets(path)
     if not checkpoints:
         return [path if is_checkpoint(path) else inspected_checkpoint.inspect_path(path).path]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from rankless.engine.io.tensor_sources import InMemorySource, SourceChunk
+from rankless.engine.io.tensor_sources import ChunkedSource, SourceChunk
 from rankless.errors import CorruptCheckpointError, RanklessError
 from rankless.formats.reader import FileExtent
 from rankless.formats.registry import DCP, DCP_RECORD_CHECKSUMS, READABLE, load_attribute
@@ -78,10 +78,13 @@ def _find_checksums(files: Sequence[Path]) -> Iterator[RangeChecksum | CorruptCh
 
 
 def _file_ranges(extent: FileExtent) -> Iterator[tuple[Path, int, int]]:
-    """Yield the file ranges of an extent. Bytes in memory have none: they were checked when the values were read."""
+    """Yield the file ranges of an extent, if its bytes are just those of files.
+
+    Bytes in memory were checked when the values were read. Those of published versions have CRCs of their own.
+    """
     if isinstance(extent.file, Path):
         yield extent.file, extent.offset, extent.offset + extent.stop - extent.start
-    elif not isinstance(extent.file, InMemorySource):
+    elif isinstance(extent.file, ChunkedSource):
         for chunk in extent.file.chunks:
             yield _file_range_of(chunk, extent.file.width)
 

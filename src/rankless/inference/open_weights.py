@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from os import PathLike
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -149,7 +149,9 @@ class ModelWeights:
         """Encode the place of a checkpoint: at the path that was passed, in it, or next to it."""
         if path == self._path:
             return b""
-        return (b"/" if path.parent == self._path else b".") + path.name.encode()
+        if path.is_relative_to(self._path):
+            return b"/" + str(PurePosixPath(*path.parts[len(self._path.parts) :])).encode()
+        return b"." + path.name.encode()
 
     def _locate(self, place: bytes) -> Path:
         """Return the path for a result of :meth:`_relate`, in the same store."""

@@ -1,0 +1,127 @@
+"""``rankless follow``: keeps a folder at the newest version of published weights.
+
+An operator runs it next to an inference engine, in one process for each folder. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rankless.cli.command_process import leave_on_interrupt
+from rankless.cli.output import print_json, print_warning
+from rankless.errors import InvalidArgumentError, NoCheckpointError, RanklessError, StateError
+from rankless.formats.weights.version_files import list_numbers
+from rankless.observe.terminal import escape_control_characters, terminal_console
+from rankless.observe.units import format_seconds, format_size
+from rankless.storage.location import parse_location
+
+if TYPE_CHECKING:
+    from rankless.weights.followed_folder import FollowedFolder, FollowedVersion
+
+#: The most seconds between two attempts after an error.
+_LONGEST_WAIT = 60.0
+
+
+def follow(
+    weights: Annotated[str, typer.Argument(metavar="WEIGHTS", help="A weights directory, or its URL.")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The folder to keep at the newest version.")],
+    once: Annotated[bool, typer.Option("--once", help="Go to the newest version, and end.")] = False,
+    command: Annotated[
+        str | None,
+        typer.Option("--exec", metavar="CMD", help="Run this after each new version, with its folder as last argument."),
+    ] = None,
+    seconds: Annotated[float, typer.Option("--poll", metavar="SECONDS", help="How often to look.")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each version.")] = False,
+) -> None:
+    """Keep a folder at the newest version of published weights, until Ctrl-C.
+
+    FOLDER/current leads to a folder with whole files, byte for byte those that save_model would have written. The link
+    changes when every block is proven, so a reader sees the old version or the new one. The version before stays until
+    the next one. CMD gets the version and its step as RANKLESS_VERSION and RANKLESS_STEP, too. With --once the exit
+    code is 1 if CMD fails. Without it, errors are reported, and the next look tries again.
+    """
+    if not seconds > 0:
+        raise InvalidArgumentError(f"--poll must be above 0; got {seconds}")
+    with leave_on_interrupt():  # NumPy is slow to import
+        from rankless.weights.followed_folder import FollowedFolder  # noqa: PLC0415
+    directory = parse_location(weights)
+    arguments = None if command is None else shlex.split(command)
+    with FollowedFolder(parse_location(folder).absolute()) as followed:
+        if once:
+            _follow_once(directory, followed, arguments, as_json=as_json)
+        wait = seconds
+        while True:
+            try:
+                has_worked = _go_to_newest(directory, followed, arguments, as_json=as_json)
+                wait = seconds
+            except (InvalidArgumentError, StateError):
+                raise
+            except (RanklessError, OSError) as error:
+                print_warning(f"the folder stays as it is: {error}")
+                has_worked, wait = False, min(2 * wait, _LONGEST_WAIT)
+            if not has_worked:
+                time.sleep(wait)
+
+
+def _follow_once(directory: Path, followed: FollowedFolder, command: list[str] | None, *, as_json: bool) -> None:
+    if not list_numbers(directory):
+        raise NoCheckpointError(f"there is no published version in {directory}")
+    raise typer.Exit(0 if _go_to_newest(directory, followed, command, as_json=as_json) is not None else 1)
+
+
+def _go_to_newest(
+    directory: Path, followed: FollowedFolder, command: list[str] | None, *, as_json: bool
+) -> bool | None:
+    """Return whether there was a newer version; ``None`` if the command has failed after it."""
+    newest = max(list_numbers(directory), default=0)
+    if followed.current is not None and followed.current.number >= newest:
+        return False
+    if not newest:
+        return False
+    began = time.perf_counter()
+    version = followed.update(directory, newest)
+    _print_version(version, time.perf_counter() - began, as_json=as_json)
+    return True if command is None or _run(command, version) else None
+
+
+def _run(command: list[str], version: FollowedVersion) -> bool:
+    manifest = version.manifest
+    step = "" if manifest.step is None else str(manifest.step)
+    environment = {**os.environ, "RANKLESS_VERSION": str(manifest.number), "RANKLESS_STEP": step}
+    status = subprocess.run([*command, str(version.folder)], env=environment, check=False).returncode
+    if status:
+        print_warning(f"{shlex.join(command)} has ended with status {status} after version {manifest.number}")
+    return not status
+
+
+def _print_version(version: FollowedVersion, seconds: float, *, as_json: bool) -> None:
+    manifest, route = version.manifest, version.route
+    if as_json:
+        print_json(
+            {
+                "version": manifest.number,
+                "id": manifest.id,
+                "step": manifest.step,
+                "folder": str(version.folder),
+                "read_bytes": route.nbytes,
+                "verified_bytes": version.verified_bytes,
+                "from": None if route.anchor else route.start.number,
+                "seconds": seconds,
+            }
+        )
+        return
+    way = f"its anchor {route.start.number}" if route.anchor else f"version {route.start.number}"
+    step = "" if manifest.step is None else f", step {manifest.step}"
+    read, proven = format_size(route.nbytes), format_size(version.verified_bytes)
+    terminal_console().print(
+        f"version {manifest.number}{step}: read {read} from {way} on, proved {proven} in {format_seconds(seconds)}: "
+        f"{escape_control_characters(str(version.folder))}",
+        highlight=False,
+    )
