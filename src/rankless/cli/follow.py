@@ -35,7 +35,9 @@ def follow(
     once: Annotated[bool, typer.Option("--once", help="Go to the newest version, and end.")] = False,
     command: Annotated[
         str | None,
-        typer.Option("--exec", metavar="CMD", help="Run this after each new version, with its folder as last argument."),
+        typer.Option(
+            "--exec", metavar="CMD", help="Run this after each new version, with its folder as last argument."
+        ),
     ] = None,
     seconds: Annotated[float, typer.Option("--poll", metavar="SECONDS", help="How often to look.")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each version.")] = False,

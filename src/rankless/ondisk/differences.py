@@ -250,9 +250,7 @@ def _decode_gaps(encoded: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     return np.cumsum(encoded + is_end.astype(np.int16), dtype=np.int64)[is_end] - 1
 
 
-def _decode_all(
-    count: int, word: np.dtype[Any], streams: Sequence[memoryview | bytes], subject: str
-) -> DecodedRange:
+def _decode_all(count: int, word: np.dtype[Any], streams: Sequence[memoryview | bytes], subject: str) -> DecodedRange:
     zigzag = np.empty((count, word.itemsize), np.uint8)
     for number, stream in enumerate(_split_planes(word.itemsize, streams, subject)):
         plane = np.frombuffer(_inflate(stream, count, subject), np.uint8)

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import torch
 import vllm
@@ -29,15 +28,13 @@ from rankless.inference.open_weights import ModelWeights, open_weights
 from rankless.observe.units import format_count
 from rankless.storage.location import RUN_PREFIX
 from rankless.storage.posix import is_directory, is_file, list_names
+from rankless.vllm.used_names import find_missing_names, note_used_names
 
 #: A child of vLLM's own logger, which has its handlers.
 _log = init_logger("vllm.rankless")
 
 #: The prefixes of names, each with the weights of a source.
 _Opened = Sequence[tuple[str, ModelWeights]]
-
-#: The names of the tensors of which the models of this process took something when they were loaded.
-_used_names: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 
 #: A model of the Hub is called ``owner/name``.
 _PARTS_OF_HUB_NAMES = 2
@@ -185,13 +182,13 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
 
 
 def _note_used(model: nn.Module, opened: _Opened) -> None:
-    _used_names[model] = frozenset(prefix + name for prefix, weights in opened for name in weights.used_names)
+    note_used_names(model, (prefix + name for prefix, weights in opened for name in weights.used_names))
 
 
 def _check_names(model: nn.Module, opened: _Opened) -> None:
     """Raise ``MismatchError`` if weights lack a tensor that the model was loaded from: it would keep the old values."""
     names = {prefix + name for prefix, weights in opened for name in weights.names}
-    if missing := sorted(_used_names.get(model, frozenset()) - names):
+    if missing := find_missing_names(model, names):
         raise MismatchError(
             f"{opened[0][1].path} lacks {format_count(len(missing), 'tensor')} of this model, such as {missing[0]!r}: "
             "the engine keeps the weights that it has"

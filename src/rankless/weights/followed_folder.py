@@ -177,7 +177,9 @@ class FollowedFolder(ClosingMixin):
         """Write a model file and prove each block, or link the file of the base if its bytes are the same."""
         target = pending / file.name
         posix.make_parents(pending, file.name)
-        is_linked = base is not None and file.name not in reader.changed_files() and _link(base / file.name, target, file)
+        is_linked = (
+            base is not None and file.name not in reader.changed_files() and _link(base / file.name, target, file)
+        )
         if not is_linked:
             posix.allocate_space(target, file.size)
         _write_blocks(reader, file, None if is_linked else target)
@@ -205,6 +207,16 @@ class FollowedFolder(ClosingMixin):
 
     def __enter__(self) -> Self:
         return self
+
+
+def remove_if_abandoned(path: Path) -> None:
+    """Remove the folder of a follower that is dead: it does not hold the lock. Raises ``OSError`` if it lives."""
+    lock = FileLock(path / _LOCK, create=False)
+    try:
+        if lock.held:
+            remove_tree(path)
+    finally:
+        lock.close()
 
 
 def _link(source: Path, target: Path, file: ModelFile) -> bool:

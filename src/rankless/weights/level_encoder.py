@@ -35,9 +35,7 @@ def encode_level(
     opened = [[open_part(directory / delta.folder, part, words) for part in delta.parts] for delta in deltas]
     caches, readers = PartCaches(), ReaderPool()
     layers = {
-        number: [
-            layer for parts in opened if (layer := DifferenceLayer.of(tensor, number, parts, caches)) is not None
-        ]
+        number: [layer for parts in opened if (layer := DifferenceLayer.of(tensor, number, parts, caches)) is not None]
         for number, tensor in enumerate(words)
     }
 

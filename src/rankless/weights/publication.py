@@ -3,6 +3,7 @@
 :class:`~rankless.weights.publisher.WeightPublisher` makes the one on each rank, and returns the other. Followers and
 commands describe versions with it, too. The names of the attributes are public.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -122,7 +122,9 @@ class VersionOutput:
         state, layout = self._state, digest_layout(files, frames)
         key = VersionKey(self._next_number(), secrets.token_hex(8))
         base = state.key if layout == state.layout else None
-        is_due = state.since_anchor + 1 >= self._publication.anchor_every or self._publication.continues_other(state.base)
+        is_due = state.since_anchor + 1 >= self._publication.anchor_every or self._publication.continues_other(
+            state.base
+        )
         begun = _BegunVersion(
             key,
             base,
@@ -182,9 +184,7 @@ class VersionOutput:
             self._note_committed(manifest)
             return _encode(replace(manifest, files=[replace(file, header="") for file in manifest.files]))
 
-        raw = vote_with_fragments(
-            self._ranks.session, "publishing", hash_share, commit, component.plan.rank_order
-        )
+        raw = vote_with_fragments(self._ranks.session, "publishing", hash_share, commit, component.plan.rank_order)
         self._keep_copy(begun)
         if self._ranks.session.rank == COORDINATOR_RANK:
             self._remove_outdated()
@@ -237,7 +237,9 @@ class VersionOutput:
             metrics=publication.metrics,
             training=publication.training,
             folder=delta_name(key) if deltas else "",
-            anchor=Anchor(key.number, key.id, anchor_name(key)) if self._anchor is not None or base is None else base.anchor,
+            anchor=Anchor(key.number, key.id, anchor_name(key))
+            if self._anchor is not None or base is None
+            else base.anchor,
             deltas=deltas,
             files=files,
             small_files=[

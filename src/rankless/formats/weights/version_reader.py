@@ -20,7 +20,13 @@ from rankless.errors import CorruptCheckpointError, FormatError, InvalidArgument
 from rankless.formats.huggingface import MODEL, HuggingFaceReader
 from rankless.formats.reader import CheckpointValues, FileExtent, UnreadTensorNote
 from rankless.formats.safetensors import SafetensorsFile, SafetensorsFiles
-from rankless.formats.weights.difference_parts import DifferenceLayer, DifferencePart, PartCaches, TensorWords, open_part
+from rankless.formats.weights.difference_parts import (
+    DifferenceLayer,
+    DifferencePart,
+    PartCaches,
+    TensorWords,
+    open_part,
+)
 from rankless.formats.weights.routes import Route, find_route
 from rankless.formats.weights.version_files import find_newest, manifest_path, read_manifest
 from rankless.ondisk.data_files import TensorInfo

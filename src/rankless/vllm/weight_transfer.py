@@ -1,0 +1,228 @@
+"""The backend ``rankless`` for weight transfers of vLLM: an engine follows published weights while it serves.
+
+vLLM makes one :class:`RanklessWeightTransfer` in each worker, and calls it in the thread of the worker. A version is
+prepared in a thread next to generation: one worker of each host puts it into a folder in memory, where every block is
+proven. The commit loads from there.
+
+**Nothing here raises in an update.** vLLM 0.32 leaves the answers of the other workers in their queues if one raises,
+and the next call gets them. So each worker notes its status, and who drives the update asks all workers
+(:class:`FollowingWorker`) before it lets them commit.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed import get_world_group
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from rankless.engine.comm.process_group_argument import SELF, ProcessGroupArgument
+from rankless.errors import MismatchError, StateError
+from rankless.inference.open_weights import open_weights
+from rankless.observe.units import format_count
+from rankless.storage.location import parse_location
+from rankless.vllm.used_names import find_missing_names
+from rankless.weights.host_folders import HostFolders
+
+_log = init_logger("vllm.rankless")
+
+#: The phases of an update: both at once, or one after the other.
+UPDATE, PREPARE, COMMIT = "update", "prepare", "commit"
+
+#: The states of a worker. A mixed one has parameters of two versions: it must not serve.
+IDLE, PREPARING, READY, FAILED, MIXED = "idle", "preparing", "ready", "failed", "mixed"
+
+#: How often a commit is tried: it may be repeated, because it writes all parameters.
+_ATTEMPTS = 2
+
+
+@dataclass
+class WeightsInitInfo:
+    """The argument of ``init_weight_transfer_engine``.
+
+    ``weights`` is the weights directory, ``folder`` the folder of each host in which versions are put together; by
+    default a new one in memory. ``timeout``: how many seconds workers wait for each other.
+    """
+
+    weights: str
+    folder: str | None = None
+    timeout: float = 600.0
+
+
+@dataclass
+class WeightsUpdateInfo:
+    """The argument of ``update_weights``: the phase, ``"update"``, ``"prepare"`` or ``"commit"``.
+
+    ``number`` is the version to commit, which all workers have prepared.
+    """
+
+    phase: str = UPDATE
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """The status of a worker: the version that it serves, that which it has prepared, and what went wrong."""
+
+    state: str = IDLE
+    version: int = 0
+    prepared: int = 0
+    error: str = ""
+
+
+class FollowingWorker:
+    """What ``worker_extension_cls="rankless.vllm.weight_transfer.FollowingWorker"`` adds to the workers of vLLM."""
+
+    weight_transfer_engine: RanklessWeightTransfer | None
+
+    def rankless_status(self) -> dict[str, Any]:
+        """Return the status of this worker. ``collective_rpc("rankless_status")`` returns that of all workers."""
+        engine = self.weight_transfer_engine
+        return asdict(WorkerStatus(FAILED, error="no weights are followed") if engine is None else engine.status)
+
+
+class RanklessWeightTransfer(WeightTransferEngine[WeightsInitInfo, WeightsUpdateInfo]):  # type: ignore[misc]
+    """The weights of one worker, as they follow the published versions."""
+
+    init_info_cls, update_info_cls = WeightsInitInfo, WeightsUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: Any, device: torch.device, model: nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.status = WorkerStatus()
+        self._folders: HostFolders | None = None
+        self._prepared: Path | None = None
+        self._thread: threading.Thread | None = None
+
+    def init_transfer_engine(self, init_info: WeightsInitInfo) -> None:
+        """Begin to follow a weights directory. Nothing is read yet."""
+        self.shutdown()
+        try:
+            self._folders = HostFolders(
+                parse_location(init_info.weights),
+                None if init_info.folder is None else parse_location(init_info.folder),
+                _group(),
+                init_info.timeout,
+                is_single=False,
+            )
+            self.status = WorkerStatus(IDLE, self.status.version)
+        except Exception as error:  # noqa: BLE001 - see the module
+            self._fail(error)
+
+    def start_weight_update(self) -> None:
+        """Begin an update: nothing to do, since a version is prepared apart from the parameters."""
+
+    def finish_weight_update(self) -> None:
+        """End an update: nothing to do."""
+
+    def receive_weights(self, update_info: WeightsUpdateInfo) -> None:
+        """Prepare the newest version, commit it, or both. It never raises: see :attr:`status`."""
+        try:
+            if update_info.phase == PREPARE:
+                self._begin_to_prepare()
+            elif update_info.phase == COMMIT:
+                self._commit(update_info.number)
+            elif update_info.phase == UPDATE:
+                self._prepare()
+                if self.status.state == READY:
+                    self._commit(self.status.prepared)
+            else:
+                raise StateError(f"there is no phase {update_info.phase!r} of an update: it is prepare or commit")
+        except Exception as error:  # noqa: BLE001 - see the module
+            self._fail(error)
+
+    def _begin_to_prepare(self) -> None:
+        """Let a thread prepare the newest version, next to generation."""
+        if self._thread is not None and self._thread.is_alive():
+            return
+        self.status = WorkerStatus(PREPARING, self.status.version)
+        self._thread = threading.Thread(target=self._prepare, name="rankless follow", daemon=True)
+        self._thread.start()
+
+    def _prepare(self) -> None:
+        """Put the newest version into the folder of this host, and check its names. All workers do it together."""
+        try:
+            if self._folders is None:
+                raise StateError("no weights are followed: call init_weight_transfer_engine() first")
+            self._folders.go_to_newest()
+            folder, manifest = self._folders.version_folder, self._folders.manifest
+            if folder is None or manifest is None or manifest.number == self.status.version:
+                self.status = WorkerStatus(IDLE, self.status.version)
+                return
+            self._check_names(folder)
+            self._prepared = folder
+            self.status = WorkerStatus(READY, self.status.version, manifest.number)
+        except Exception as error:  # noqa: BLE001 - see the module
+            self._fail(error)
+
+    def _check_names(self, folder: Path) -> None:
+        """Raise ``MismatchError`` if a version lacks tensors that this model was loaded from."""
+        with open_weights(folder, verify=False, process_group=SELF) as weights:
+            missing = find_missing_names(self.model, weights.names)
+        if missing:
+            raise MismatchError(
+                f"{folder} lacks {format_count(len(missing), 'tensor')} of this model, such as {missing[0]!r}"
+            )
+
+    def _commit(self, number: int) -> None:
+        """Load what was prepared. If that fails it is tried again; if it fails then, the parameters are mixed.
+
+        It may be called again: a version that this worker serves already is not loaded again.
+        """
+        prepared = self._prepared
+        if number == self.status.version and self.status.state == IDLE:
+            return
+        if prepared is None or self.status.prepared != number:
+            raise StateError(f"version {number} is not prepared: it must be ready on all workers before the commit")
+        for attempt in range(_ATTEMPTS):
+            try:
+                self._load(prepared)
+                break
+            except Exception as error:
+                if attempt == _ATTEMPTS - 1:
+                    self.status = WorkerStatus(MIXED, self.status.version, number, repr(error))
+                    _log.exception("the parameters of this worker are of two versions: restart the engine")
+                    return
+        self._prepared = None
+        self.status = WorkerStatus(IDLE, number)
+
+    def _load(self, folder: Path) -> None:
+        """Load a folder of this host with the layerwise reload of vLLM: it repacks and quantizes layer by layer.
+
+        The end of the reload is inside of the block: it loads the layers that vLLM had put off.
+        """
+        with open_weights(folder, verify=False, process_group=SELF) as weights:  # proven when it was put together
+            initialize_layerwise_reload(self.model)
+            self.model.load_weights(iter(weights))
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    def _fail(self, error: Exception) -> None:
+        _log.warning("weights were not updated: %s", error)
+        self._prepared = None
+        self.status = WorkerStatus(FAILED, self.status.version, 0, str(error) or repr(error))
+
+    def shutdown(self) -> None:
+        """Let the folder of this host go."""
+        folders, self._folders = self._folders, None
+        if self._thread is not None:
+            self._thread.join()
+        if folders is not None:
+            with suppress(Exception):
+                folders.close()
+
+
+def _group() -> ProcessGroupArgument:
+    ranks = get_world_group()
+    group: ProcessGroupArgument = ranks.cpu_group if ranks.world_size > 1 else SELF
+    return group
