@@ -52,7 +52,7 @@ class StateError(RanklessError, ValueError):
 
 
 class WeightsConflictError(StateError):
-    """Another publisher has published into the same weights directory. The next publication of this one is an anchor."""
+    """Another publisher has published into the same weights directory. The next version of this one is an anchor."""
 
 
 class SupersededError(StateError):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _LONGEST_WAIT = 60.0
 
 
-def follow(
+def follow(  # noqa: PLR0917 - options of the command
     weights: Annotated[str, typer.Argument(metavar="WEIGHTS", help="A weights directory, or its URL.")],
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The folder to keep at the newest version.")],
     once: Annotated[bool, typer.Option("--once", help="Go to the newest version, and end.")] = False,
@@ -97,7 +97,8 @@ def _run(command: list[str], version: FollowedVersion) -> bool:
     manifest = version.manifest
     step = "" if manifest.step is None else str(manifest.step)
     environment = {**os.environ, "RANKLESS_VERSION": str(manifest.number), "RANKLESS_STEP": step}
-    status = subprocess.run([*command, str(version.folder)], env=environment, check=False).returncode
+    arguments = [*command, str(version.folder)]
+    status = subprocess.run(arguments, env=environment, check=False).returncode  # noqa: S603 - the caller has named it
     if status:
         print_warning(f"{shlex.join(command)} has ended with status {status} after version {manifest.number}")
     return not status

@@ -53,10 +53,8 @@ def ls(  # noqa: PLR0917 - options of the command
     Of a weights directory, list the published versions: what each is based on, and what was written for it.
     """
     path = parse_location(run)
-    if local is None and find_newest(path) is not None:
-        _check_alone("a weights directory", {"--tree": tree, "--best": best is not None, "--watch": watch})
-        _list_versions(path, as_json=as_json)
     if local is None:
+        _list_if_weights(path, {"--tree": tree, "--best": best is not None, "--watch": watch}, as_json=as_json)
         check_run(path)
     if watch:
         _check_alone("--watch", {"--json": as_json, "--local": local is not None, "--tree": tree})
@@ -86,7 +84,11 @@ def ls(  # noqa: PLR0917 - options of the command
     raise typer.Exit(1 if is_corrupt else 0)
 
 
-def _list_versions(path: Path, *, as_json: bool) -> NoReturn:
+def _list_if_weights(path: Path, others: Mapping[str, bool], *, as_json: bool) -> None:
+    """List the versions if the path is a weights directory, and end the command."""
+    if find_newest(path) is None:
+        return
+    _check_alone("a weights directory", others)
     from rankless.cli.version_listing import VersionListing  # noqa: PLC0415 - a run needs none of it
 
     listing = VersionListing(path)

@@ -39,7 +39,6 @@ from rankless.process.prepared_types import prepared
 from rankless.save.save_negotiation import SaveAgreement, describe_differing, name_differing, negotiate_save
 from rankless.save.save_operation import SavedShare
 
-
 #: What the save returns.
 Appeared = TypeVar("Appeared")
 

@@ -24,7 +24,6 @@ from rankless.engine.plan.save_plan import SavePlan
 from rankless.engine.plan.writer_cells import CellGrain
 from rankless.storage.object_path import ObjectPath
 
-
 #: What a save of a component returns: its path, or the description of a published version.
 Appeared_co = TypeVar("Appeared_co", covariant=True)
 

@@ -24,7 +24,10 @@ from rankless.state.training import TrainingObjects
 
 
 class SavedTo(Protocol):
-    """Where a component is saved: a :class:`~rankless.components.destination.Destination`, or a directory of published weights."""
+    """Where a component is saved.
+
+    It is a :class:`~rankless.components.destination.Destination`, or a directory of published weights.
+    """
 
     @property
     def path(self) -> Path:

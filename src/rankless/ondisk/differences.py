@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -47,6 +48,9 @@ _PIECE = 2**17
 
 #: The sign of a byte that more follows: of a gap, 255 more words; of a difference, its value among the escapes.
 _MORE = 255
+
+#: The bytes of the size of a stream that is one of several.
+_SIZE_BYTES = 4
 
 #: Below this share of changed words, gaps have runs of :data:`_MORE`, which only matches of deflate store well.
 _LONG_GAPS = 1 / 2000
@@ -96,7 +100,7 @@ class DecodedRange(NamedTuple):
                 words += self.values[start:stop]
             return
         first, last = 0, len(self.positions)
-        if start or last and self.positions[-1] >= stop:
+        if start or (last and self.positions[-1] >= stop):
             first, last = np.searchsorted(self.positions, [start, stop]).tolist()
         at = self.positions[first:last]
         words[at - start if start else at] += self.values[first:last]
@@ -163,7 +167,7 @@ def _encode_all(old: Words, new: Words, changed: int) -> EncodedRange:
 
 
 def _with_size(stream: bytes) -> bytes:
-    return len(stream).to_bytes(4, "little") + stream
+    return len(stream).to_bytes(_SIZE_BYTES, "little") + stream
 
 
 def _to_zigzag(differences: Words) -> Words:
@@ -198,16 +202,29 @@ def _inflate(data: memoryview | bytes, most: int, subject: str) -> bytes:
     return inflated
 
 
-def decode_range(
-    encoding: int, changed: int, count: int, word: np.dtype[Any], streams: Sequence[memoryview | bytes], subject: str
-) -> DecodedRange:
-    """Return the changed words of a range of ``count`` words, of which ``changed`` have changed.
+class StoredRange(msgspec.Struct, frozen=True):
+    """A range as a part has it: its encoding, how many of its ``count`` words have changed, and its streams.
+
+    ``subject`` names it in errors.
+    """
+
+    encoding: int
+    changed: int
+    count: int
+    word: np.dtype[Any]
+    streams: Sequence[memoryview | bytes]
+    subject: str
+
+
+def decode_range(stored: StoredRange) -> DecodedRange:
+    """Return the changed words of a range.
 
     It takes at most 25 bytes of memory for each byte of the range.
 
-    Raises ``CorruptCheckpointError`` naming ``subject`` for streams that :func:`encode_range` does not make: each
-    position is in the range.
+    Each position is in the range. Raises ``CorruptCheckpointError`` for streams that :func:`encode_range` never makes.
     """
+    changed, count, word = stored.changed, stored.count, stored.word
+    encoding, streams, subject = stored.encoding, stored.streams, stored.subject
     if encoding == RAW:
         if len(streams[0]) != count * word.itemsize or streams[1] or streams[2] or changed != count:
             raise CorruptCheckpointError(f"{subject} has {len(streams[0])} bytes, but {count} words")
@@ -215,15 +232,15 @@ def decode_range(
     if not 0 < changed <= count:
         raise CorruptCheckpointError(f"{subject} says that {changed} of {count} words have changed")
     if encoding == SPARSE:
-        return _decode_sparse(changed, count, word, streams, subject)
+        return _decode_sparse(stored)
     if encoding == PLANES:
-        return _decode_all(count, word, streams, subject)
+        return _decode_all(stored)
     raise CorruptCheckpointError(f"{subject} has the encoding {encoding}, which this rankless does not know: update it")
 
 
-def _decode_sparse(
-    changed: int, count: int, word: np.dtype[Any], streams: Sequence[memoryview | bytes], subject: str
-) -> DecodedRange:
+def _decode_sparse(stored: StoredRange) -> DecodedRange:
+    changed, count, word = stored.changed, stored.count, stored.word
+    streams, subject = stored.streams, stored.subject
     most = changed + count // _MORE
     positions = _decode_gaps(np.frombuffer(_inflate(streams[0], most, subject), np.uint8))
     small = np.frombuffer(_inflate(streams[1], changed, subject), np.uint8)
@@ -231,7 +248,7 @@ def _decode_sparse(
         raise CorruptCheckpointError(f"{subject} cannot be decoded: its changed words are not those of its range")
     zigzag = small.astype(word)
     is_large = small == _MORE
-    large = np.count_nonzero(is_large)
+    large = int(np.count_nonzero(is_large))
     if large:
         raw = _inflate(streams[2], large * word.itemsize, subject)
         if len(raw) != large * word.itemsize:
@@ -245,12 +262,13 @@ def _decode_sparse(
 def _decode_gaps(encoded: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     """Return the positions for the bytes of :func:`_encode_gaps`."""
     is_end = encoded != _MORE
-    if is_end.all():
-        return np.cumsum(encoded, dtype=np.int64) + np.arange(len(encoded))
-    return np.cumsum(encoded + is_end.astype(np.int16), dtype=np.int64)[is_end] - 1
+    steps = encoded + is_end.astype(np.int16)
+    positions: npt.NDArray[np.int64] = np.cumsum(steps, dtype=np.int64) - 1
+    return positions if is_end.all() else positions[is_end]
 
 
-def _decode_all(count: int, word: np.dtype[Any], streams: Sequence[memoryview | bytes], subject: str) -> DecodedRange:
+def _decode_all(stored: StoredRange) -> DecodedRange:
+    count, word, streams, subject = stored.count, stored.word, stored.streams, stored.subject
     zigzag = np.empty((count, word.itemsize), np.uint8)
     for number, stream in enumerate(_split_planes(word.itemsize, streams, subject)):
         plane = np.frombuffer(_inflate(stream, count, subject), np.uint8)
@@ -263,10 +281,10 @@ def _decode_all(count: int, word: np.dtype[Any], streams: Sequence[memoryview | 
 def _split_planes(width: int, streams: Sequence[memoryview | bytes], subject: str) -> list[memoryview | bytes]:
     planes = [*streams[: min(width, 2)]]
     rest = memoryview(streams[2])
-    while len(planes) < width and len(rest) >= 4:
-        size = int.from_bytes(rest[:4], "little")
-        planes.append(rest[4 : 4 + size])
-        rest = rest[4 + size :]
+    while len(planes) < width and len(rest) >= _SIZE_BYTES:
+        size = int.from_bytes(rest[:_SIZE_BYTES], "little")
+        planes.append(rest[_SIZE_BYTES : _SIZE_BYTES + size])
+        rest = rest[_SIZE_BYTES + size :]
     if len(planes) != width or len(rest) or (width == 1 and streams[1]):
         raise CorruptCheckpointError(f"{subject} cannot be decoded: it has not one stream for each byte of a word")
     return planes

@@ -1,8 +1,8 @@
 """Published versions of a model's weights: the manifest of a version, and the table of a part. Pure.
 
-A *weights directory* has a manifest for each version in ``versions/``. The exclusive creation of a manifest commits the
-version. A version may be an *anchor*, a folder as ``save_model`` writes it, and have *deltas*: parts that say how its
-model files differ from those of an older version, the base. The manifest has the headers of the model files of its version, with
+A *weights directory* has a manifest for each version in ``versions/``. The exclusive creation of a manifest commits
+the version. A version may be an *anchor*, a folder as ``save_model`` writes it, and have *deltas*: parts that say how
+its model files differ from those of an older version, the base. The manifest has the headers of its model files, with
 the CRCs of their blocks, also if nobody wrote these files. So whoever puts a version together can prove it.
 
 Rank 0 of a publisher encodes manifests (:mod:`rankless.weights.version_output`), each rank its parts; readers decode
@@ -214,12 +214,12 @@ def decode_version(raw: bytes, file: str) -> VersionManifest:
 
 def _check_names(manifest: VersionManifest, subject: str) -> None:
     parts = (part for delta in manifest.deltas for part in delta.parts)
-    for written in (*manifest.files, *manifest.small_files, *parts):
-        check_relative_path(written.name, subject)
+    names = [*(file.name for file in manifest.files), *(file.name for file in manifest.small_files)]
+    for name in (*names, *(part.name for part in parts)):
+        check_relative_path(name, subject)
     for folder in (*([manifest.folder] if manifest.folder else []), manifest.anchor.folder):
         if "/" in check_relative_path(folder, subject) or folder.startswith(".") or folder == FOLDER:
             raise CorruptCheckpointError(f"{subject} has the folder {folder!r}, which no publisher makes")
-    names = [file.name for file in (*manifest.files, *manifest.small_files)]
     if len(set(names)) != len(names):
         raise CorruptCheckpointError(f"{subject} names a file twice")
 
@@ -276,8 +276,8 @@ COLUMNS = 9
 def split_rows(table: Sequence[Sequence[int]], data_size: int, subject: str) -> list[PartRange]:
     """Return the ranges of a part. Raises ``CorruptCheckpointError`` unless they ascend, and their bytes are there."""
     try:
-        rows = [PartRange(*map(int, row[:6]), (int(row[6]), int(row[7]), int(row[8]))) for row in table]
-    except (TypeError, IndexError) as error:
+        rows = [PartRange(row[0], row[1], row[2], row[3], row[4], row[5], (row[6], row[7], row[8])) for row in table]
+    except IndexError as error:
         raise CorruptCheckpointError(f"{subject} is corrupt: {error}") from error
     ends = _ends_of_streams(rows)
     fields = ((row.tensor, row.start, row.offset, row.changed, row.encoding, *row.sizes) for row in rows)

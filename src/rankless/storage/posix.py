@@ -11,8 +11,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import secrets
 import platform
+import secrets
 import shutil
 import stat
 from collections import deque

@@ -123,7 +123,7 @@ class AsyncEngineFollower(_Begun):
         number, version = 0, {}
         try:
             await engine.update_weights(_request(PREPARE))
-            while are_preparing(statuses := await engine.collective_rpc(_STATUS)):
+            while are_preparing(statuses := await engine.collective_rpc(_STATUS)):  # noqa: ASYNC110 - of processes
                 await asyncio.sleep(_POLL_SECONDS)
             if number := choose_prepared(statuses):
                 await self._commit(number)
@@ -186,6 +186,8 @@ def check_committed(statuses: _Statuses, number: int) -> None:
     """Raise ``StateError`` unless all workers serve a version."""
     if is_mixed(statuses):
         errors = "; ".join(f"worker {rank}: {status['error']}" for rank, status in enumerate(statuses))
-        raise StateError(f"the workers serve different versions after the commit of {number}: restart the engine; {errors}")
+        raise StateError(
+            f"the workers serve different versions after the commit of {number}: restart the engine; {errors}"
+        )
     if lacks(statuses, number):
         raise StateError(f"version {number} was not committed; all workers serve the version that they had")

@@ -96,9 +96,7 @@ class RanklessWeightTransfer(WeightTransferEngine[WeightsInitInfo, WeightsUpdate
     init_info_cls, update_info_cls = WeightsInitInfo, WeightsUpdateInfo
     supports_draft_weight_update = False
 
-    def __init__(
-        self, config: WeightTransferConfig, vllm_config: Any, device: torch.device, model: nn.Module
-    ) -> None:
+    def __init__(self, config: WeightTransferConfig, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self.status = WorkerStatus()
         self._folders: HostFolders | None = None
@@ -128,19 +126,15 @@ class RanklessWeightTransfer(WeightTransferEngine[WeightsInitInfo, WeightsUpdate
 
     def receive_weights(self, update_info: WeightsUpdateInfo) -> None:
         """Prepare the newest version, commit it, or both. It never raises: see :attr:`status`."""
-        try:
-            if update_info.phase == PREPARE:
-                self._begin_to_prepare()
-            elif update_info.phase == COMMIT:
-                self._commit(update_info.number)
-            elif update_info.phase == UPDATE:
-                self._prepare()
-                if self.status.state == READY:
-                    self._commit(self.status.prepared)
-            else:
-                raise StateError(f"there is no phase {update_info.phase!r} of an update: it is prepare or commit")
-        except Exception as error:  # noqa: BLE001 - see the module
-            self._fail(error)
+        phase = update_info.phase
+        if phase == PREPARE:
+            self._begin_to_prepare()
+        if phase == UPDATE:
+            self._prepare()
+        if phase == COMMIT or (phase == UPDATE and self.status.state == READY):
+            self._commit(update_info.number or self.status.prepared)
+        if phase not in {UPDATE, PREPARE, COMMIT}:
+            self._fail(StateError(f"there is no phase {phase!r} of an update: it is prepare or commit"))
 
     def _begin_to_prepare(self) -> None:
         """Let a thread prepare the newest version, next to generation."""
@@ -152,9 +146,10 @@ class RanklessWeightTransfer(WeightTransferEngine[WeightsInitInfo, WeightsUpdate
 
     def _prepare(self) -> None:
         """Put the newest version into the folder of this host, and check its names. All workers do it together."""
+        if self._folders is None:
+            self._fail(StateError("no weights are followed: call init_weight_transfer_engine() first"))
+            return
         try:
-            if self._folders is None:
-                raise StateError("no weights are followed: call init_weight_transfer_engine() first")
             self._folders.go_to_newest()
             folder, manifest = self._folders.version_folder, self._folders.manifest
             if folder is None or manifest is None or manifest.number == self.status.version:
@@ -184,12 +179,13 @@ class RanklessWeightTransfer(WeightTransferEngine[WeightsInitInfo, WeightsUpdate
         if number == self.status.version and self.status.state == IDLE:
             return
         if prepared is None or self.status.prepared != number:
-            raise StateError(f"version {number} is not prepared: it must be ready on all workers before the commit")
+            self._fail(StateError(f"version {number} is not prepared: all workers must be ready before the commit"))
+            return
         for attempt in range(_ATTEMPTS):
             try:
                 self._load(prepared)
                 break
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - see the module
                 if attempt == _ATTEMPTS - 1:
                     self.status = WorkerStatus(MIXED, self.status.version, number, repr(error))
                     _log.exception("the parameters of this worker are of two versions: restart the engine")

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from rankless.formats.weights.difference_parts import DifferenceLayer, PartCaches, TensorWords, open_part
-from rankless.ondisk.differences import RAW, EncodedRange, Words, decode_range, encode_range, encode_raw
+from rankless.ondisk.differences import RAW, EncodedRange, StoredRange, Words, decode_range, encode_range, encode_raw
 from rankless.storage.reader_pool import ReaderPool
 from rankless.weights.publisher_state import OwnDelta
 from rankless.weights.version_parts import Encode, Piece, StoredTensors
@@ -27,7 +27,7 @@ def encode_level(
     Without ``deltas``, pieces are stored as they are. So they are if a delta replaces a block instead of adding to it.
     """
     if deltas is None:
-        return lambda piece, new: encode_raw(new)
+        return lambda _, new: encode_raw(new)
     words = [
         TensorWords(str(number), size, itemsize)
         for number, (size, itemsize) in enumerate(zip(tensors.sizes, tensors.itemsizes, strict=True))
@@ -48,8 +48,9 @@ def encode_level(
             layer.apply(start * new.itemsize, total.view(np.uint8).data, readers)
         last = encode_last(piece, new)
         if last is not None:
-            subject = "a difference that was just encoded"
-            decoded = decode_range(last.encoding, last.changed, count, new.dtype, last.streams, subject)
+            subject = f"the new range of tensor {piece.tensor}"
+            stored = StoredRange(last.encoding, last.changed, count, new.dtype, last.streams, subject)
+            decoded = decode_range(stored)
             if decoded.replaces:
                 return encode_raw(new)
             decoded.apply(total)

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-
 from rankless.components.component_calls import check_cast, saves
 from rankless.components.component_content import ComponentContent
 from rankless.components.component_request import ComponentRequest
@@ -111,7 +110,7 @@ class WeightPublisher:
         return self._path
 
     def publish(
-        self, model: Any, step: int | float | None = None, metrics: Mapping[str, float] | None = None
+        self, model: Any, step: float | None = None, metrics: Mapping[str, float] | None = None
     ) -> SaveHandle[WeightVersion] | None:
         """Publish the weights of a model as the next version. Every rank calls it.
 
@@ -142,7 +141,7 @@ class WeightPublisher:
             return self._handle
         return None
 
-    def _describe(self, step: int | float | None, metrics: Mapping[str, float] | None) -> Publication:
+    def _describe(self, step: float | None, metrics: Mapping[str, float] | None) -> Publication:
         numbers = {name: float(check_number(f"metric {name!r}", value)) for name, value in (metrics or {}).items()}
         return Publication(
             self._path,

@@ -29,7 +29,7 @@ _BATCH = 4 * THREADS
 
 @prepared
 class StoredTensors(msgspec.Struct, frozen=True, array_like=True):
-    """Where the tensors of a version are, in their order: the file of each, its offset there, and its sizes in bytes."""
+    """Where the tensors of a version are, in order: the file of each, its offset, and the sizes of elements and all."""
 
     files: list[int] = []
     offsets: list[int] = []

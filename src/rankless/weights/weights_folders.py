@@ -95,7 +95,7 @@ def remove_version_files(directory: Path, manifest: VersionManifest) -> None:
     if manifest.folder:
         _remove_files(directory / manifest.folder, parts)
     if manifest.is_anchor:
-        names = [file.name for file in (*manifest.files, *manifest.small_files)]
+        names = [*(file.name for file in manifest.files), *(file.name for file in manifest.small_files)]
         _remove_files(directory / manifest.anchor.folder, names)
 
 
@@ -106,7 +106,7 @@ def remove_unpublished(directory: Path, key: VersionKey) -> None:
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Remove the folders that no manifest names, if nothing in them has changed for an hour: their publisher is dead."""
+    """Remove the folders of dead publishers: no manifest names them, and nothing in them has changed for an hour."""
     store = store_of(directory)
     names = [folder.name for folder in store.list_subdirectories(directory)]
     numbered = {name: int(match[2]) for name in names if (match := _FOLDER_NAME.fullmatch(name))}

@@ -11,6 +11,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -20,7 +21,7 @@ import numpy as np
 from rankless.errors import CorruptCheckpointError
 from rankless.formats.safetensors import SafetensorsFile
 from rankless.ondisk import block_crcs
-from rankless.ondisk.differences import RAW, DecodedRange, Words, decode_range, word_type
+from rankless.ondisk.differences import RAW, DecodedRange, StoredRange, Words, decode_range, word_type
 from rankless.ondisk.weight_versions import (
     COLUMNS,
     DATA,
@@ -160,7 +161,7 @@ class PartCaches:
         self._requested = RecentlyUsed[memoryview](_KEPT_BYTES)
 
     def read(self, part: DifferencePart, offset: int, into: memoryview, readers: ReaderPool) -> None:
-        """Fill ``into`` with the data of a part from ``offset`` on. Of an object, neighbouring ranges share requests."""
+        """Fill ``into`` with the data of a part from ``offset`` on. Neighbouring ranges of an object share requests."""
         if not store_of(part.path).is_remote:
             readers.read(part.path, part.data_start + offset, into)
             return
@@ -201,7 +202,7 @@ class DifferenceLayer(msgspec.Struct, frozen=True, eq=False):
         """
         rows = [(row, part) for part in parts for row in part.ranges.get(number, ())]
         rows.sort(key=lambda item: item[0].start)
-        for (one, part), (two, _) in zip(rows, rows[1:], strict=False):
+        for (one, part), (two, _) in pairwise(rows):
             if one.stop > two.start:
                 raise CorruptCheckpointError(f"{part.path} has a range of {tensor.name!r} that another part has, too")
         return cls(tensor, rows, [row.start for row, _ in rows], caches) if rows else None
@@ -245,4 +246,4 @@ class DifferenceLayer(msgspec.Struct, frozen=True, eq=False):
         self.caches.read(part, row.offset, raw, readers)
         first, second = row.sizes[0], row.sizes[0] + row.sizes[1]
         streams = (raw[:first], raw[first:second], raw[second:])
-        return decode_range(row.encoding, row.changed, row.count, word, streams, subject)
+        return decode_range(StoredRange(row.encoding, row.changed, row.count, word, streams, subject))

@@ -16,7 +16,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from rankless.engine.io.tensor_sources import LayeredSource
-from rankless.errors import CorruptCheckpointError, FormatError, InvalidArgumentError, NoCheckpointError
+from rankless.errors import CorruptCheckpointError, FormatError, InvalidArgumentError
 from rankless.formats.huggingface import MODEL, HuggingFaceReader
 from rankless.formats.reader import CheckpointValues, FileExtent, UnreadTensorNote
 from rankless.formats.safetensors import SafetensorsFile, SafetensorsFiles

@@ -279,6 +279,7 @@ class ObjectReads(ABC):
 
     def remove_empty_folder(self, folder: Path) -> None:
         """See :class:`~rankless.storage.store.Store`. A store of objects has no directories."""
+        del folder
 
     def seconds_unchanged(self, folder: Path) -> float:
         """See :class:`~rankless.storage.store.Store`."""
