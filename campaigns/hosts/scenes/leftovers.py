@@ -18,6 +18,7 @@ from rankless.errors import RanklessError
 from rankless.ondisk.hidden_names import parse_hidden_name
 from rankless.run.cleanup import clean_up
 from rankless.run.pending_dir import PendingDirectory
+from rankless.run.pending_lock import confirm_lock
 
 #: How long a host tries to clean up after another one died, in seconds: the server's lease is 10.
 _PATIENCE = 60.0
@@ -40,7 +41,7 @@ def begin_save(run: Path) -> str:
 
 def confirm(run: Path, name: str) -> None:
     """Do what a rank of the save's job does on this host."""
-    PendingDirectory(run / "step_1", parse_hidden_name(name)).confirm_lock()
+    confirm_lock(PendingDirectory(run / "step_1", parse_hidden_name(name)).path)
 
 
 def finish_save() -> str:
