@@ -216,6 +216,40 @@ class Component:
         return self.path / (tag if self.shard else f"{tag}.safetensors")
 
 
+#: The publishers by their processes and directories.
+_publishers: dict[tuple[int, Path], rankless.WeightPublisher] = {}
+
+
+@dataclass
+class PublishedWeights:
+    """The newest version of published weights: an anchor, then deltas. Each process has a publisher of its own."""
+
+    path: Path
+
+    def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
+        del overwrite
+        state = state_of(value)
+        publisher = self._publisher_of(tag)
+        publisher.publish(state, step=value)
+        publisher.wait()
+
+    def start_saving(self, tag: str, value: float) -> None:
+        """Begin a publication in the background."""
+        self._publisher_of(tag).publish(state_of(value), step=value)
+
+    def _publisher_of(self, tag: str) -> rankless.WeightPublisher:
+        directory = self.locate(tag)
+        return _publishers.setdefault((os.getpid(), directory), rankless.WeightPublisher(directory))
+
+    def load(self, tag: str) -> float:
+        state = state_of(-1.0)
+        rankless.load_model(state, self.locate(tag))
+        return value_of(state)
+
+    def locate(self, tag: str) -> Path:
+        return self.path / tag
+
+
 @dataclass
 class Distributed:
     """A checkpoint of ``torch.distributed.checkpoint``, by our writer."""
@@ -438,6 +472,8 @@ PLACES: dict[str, Opened] = {
     "component in a folder": _here(lambda tmp: Component(tmp / "run")),
     "component in a file": _here(lambda tmp: Component(tmp / "run", shard=False)),
     "component in a store": _in_store(lambda run, _: Component(run)),
+    "published weights": _here(PublishedWeights),
+    "published weights in a store": _in_store(lambda run, _: PublishedWeights(run)),
     "DCP in a folder": _here(lambda tmp: Distributed(tmp / "run")),
     "DCP in a store": _in_store(lambda run, _: Distributed(run)),
     "Lightning": _here(lambda tmp: FabricFile(tmp / "run")),

@@ -101,6 +101,10 @@ def test_kills(place: Place) -> None:
     | because(
         "a store cannot tell a dead save from a slow one: what it has left is removed after a day",
         *("store", "store and tier", "component in a store", "DCP in a store"),
+    )
+    | because(
+        "older versions are kept, and what no manifest names is removed after an hour",
+        *("published weights", "published weights in a store"),
     ),
     in_one_process=True,
 )

@@ -13,7 +13,7 @@ from pathlib import Path, PosixPath
 
 from rankless.errors import InvalidArgumentError
 from rankless.storage.object_path import ObjectPath, make_object_path
-from rankless.storage.posix import local_path
+from rankless.storage.posix import check_possible, local_path
 
 #: The first parts of paths that were made from URLs.
 _URL_PARTS = frozenset({"s3:", "gs:", "az:"})
@@ -37,9 +37,10 @@ def parse_location(path: str | PathLike[str]) -> Path:
     that of a ``gs://`` URL :meth:`GCS.from_environment <rankless.storage.gcs.gcs_store.GCS.from_environment>`, and
     of an ``az://`` URL :meth:`Azure.from_environment <rankless.storage.azure.azure_store.Azure.from_environment>`.
     Raises ``InvalidArgumentError`` for an empty path, for the URL of a store that is not supported, and for what is
-    neither a text nor a path.
+    neither a text nor a path, or has a NUL.
     """
     if isinstance(path, ObjectPath):
+        check_possible(str(path))
         return path
     if isinstance(path, str):
         path = path.removeprefix(RUN_PREFIX)

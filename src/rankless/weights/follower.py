@@ -57,17 +57,18 @@ class WeightFollower:
         process_group: ProcessGroupArgument = None,
         timeout: float = 600.0,
     ) -> None:
-        self._path, self._group, self._timeout = parse_location(path), process_group, timeout
-        is_folder = isinstance(into, str | PathLike)
-        self._model = None if is_folder else into
-        place = into if is_folder else folder
-        self._folders = HostFolders(
-            self._path,
-            None if place is None else parse_location(place),
-            process_group,
-            timeout,
-            is_single=is_folder,
-        )
+        with collective_call(process_group, timeout):
+            self._path, self._group, self._timeout = parse_location(path), process_group, timeout
+            is_folder = isinstance(into, str | PathLike)
+            self._model = None if is_folder else into
+            place = into if is_folder else folder
+            self._folders = HostFolders(
+                self._path,
+                None if place is None else parse_location(place),
+                process_group,
+                timeout,
+                is_single=is_folder,
+            )
 
     @property
     def version(self) -> WeightVersion | None:

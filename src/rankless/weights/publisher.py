@@ -92,17 +92,18 @@ class WeightPublisher:
         process_group: ProcessGroupArgument = None,
         timeout: float = 600.0,
     ) -> None:
-        self._path = parse_location(path)
-        self._dtype = None if dtype is None else check_cast(dtype)
-        self._anchor_every = check_integer("anchor_every", anchor_every, smallest=1)
-        self._keep = None if keep is None else check_integer("keep", keep, smallest=1)
-        self._training = training
-        self._async_save, self._is_skipping = bool(async_save), _is_second("on_busy", on_busy, ("wait", "skip"))
-        self._is_warning = _is_second("on_failure", on_failure, ("raise", "warn"))
-        self._limit = parse_size(max_shard_size)
-        self._group, self._timeout = process_group, timeout
-        self._state = PublisherState()
-        self._handle: SaveHandle[WeightVersion] | None = None
+        with collective_call(process_group, timeout):
+            self._path = parse_location(path)
+            self._dtype = None if dtype is None else check_cast(dtype)
+            self._anchor_every = check_integer("anchor_every", anchor_every, smallest=1)
+            self._keep = None if keep is None else check_integer("keep", keep, smallest=1)
+            self._training = training
+            self._async_save, self._is_skipping = bool(async_save), _is_second("on_busy", on_busy, ("wait", "skip"))
+            self._is_warning = _is_second("on_failure", on_failure, ("raise", "warn"))
+            self._limit = parse_size(max_shard_size)
+            self._group, self._timeout = process_group, timeout
+            self._state = PublisherState()
+            self._handle: SaveHandle[WeightVersion] | None = None
 
     @property
     def path(self) -> Path:
