@@ -285,7 +285,8 @@ class RunDirectory:
             return background_saves.run_save(content, self.path, self._process_group, asynchronous=request.async_save)
         finally:
             if (identity := training.identity).run:
-                self.history.note_saved(identity.run, identity.incarnation, identity.sequence)
+                newest = identity.id, request.tag
+                self.history.note_saved(identity.run, identity.incarnation, identity.sequence, newest)
 
     @traced("begin the save", "import")
     def _make_content(self, request: SaveRequest) -> tuple[TrainingContent, Content[CheckpointInfo]]:

@@ -70,7 +70,8 @@ class VersionKey(msgspec.Struct, frozen=True):
 class TrainingPoint(msgspec.Struct, frozen=True, kw_only=True):
     """The point of a training at which a version was published: its run and incarnation.
 
-    ``checkpoint`` is the id of the newest checkpoint of the job by then, and ``tag`` its tag; empty without one.
+    ``checkpoint`` is the id of the checkpoint that the job has begun to save last by then, or else has loaded, and
+    ``tag`` its tag.
     """
 
     run: str

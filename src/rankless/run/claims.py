@@ -152,6 +152,7 @@ class JobHistory(msgspec.Struct):
         runs: The runs that it has saved or loaded, in any directory: in a copy of that it continues them, too.
         sequence: The highest sequence number that it has saved or loaded here.
         point: The incarnation and the sequence number of the checkpoint from which its state goes on.
+        newest: The id and the tag of that checkpoint.
         numbering: The numbers of its process in local tiers, which no list shows.
         command: The command that claims without a job; else empty.
         tier: The folder of the local tier with which it claims; else empty.
@@ -165,6 +166,7 @@ class JobHistory(msgspec.Struct):
     runs: set[str] = msgspec.field(default_factory=set)
     sequence: int = 0
     point: tuple[int, int] = (0, 0)
+    newest: tuple[str, str] = ("", "")
     numbering: Numbering = msgspec.field(default_factory=Numbering)
     command: str = ""
     tier: str = ""
@@ -181,7 +183,7 @@ class JobHistory(msgspec.Struct):
         if resumes or (self.claim is None and self.base is None):
             known = self.base if self.base is not None and self._completes(base) else base
             self.base, self.claim, self.token = msgspec.structs.replace(known, resumes=resumes), None, base.token
-            self.point = base.incarnation, base.sequence
+            self.point, self.newest = (base.incarnation, base.sequence), (base.id, base.tag)
 
     def _completes(self, base: LoadedBase) -> bool:
         """Return whether a load by name completes an earlier one, which may have selected the latest checkpoint.
@@ -198,12 +200,13 @@ class JobHistory(msgspec.Struct):
             return saved.run == self.base.run and (not is_current or saved.sequence > self.base.sequence)
         return self.claim is not None and saved.run == self.claim.run and not is_current
 
-    def note_saved(self, run: str, incarnation: int, sequence: int) -> None:
-        """Note the identity of a checkpoint that the job saves."""
+    def note_saved(self, run: str, incarnation: int, sequence: int, newest: tuple[str, str]) -> None:
+        """Note the identity of a checkpoint that the job saves; ``newest`` are its id and tag."""
         self.runs.add(run)
         self.sequence = max(self.sequence, sequence)
         if incarnation:
             self.claim, self.base, self.point = Claim(run, incarnation), None, (incarnation, sequence)
+            self.newest = newest
 
 
 def read_history(run: Path) -> Entry:

@@ -213,12 +213,11 @@ class WeightPublisher:
 def describe_training(directory: RunDirectory) -> TrainingPoint | None:
     """Return the point at which a training is; ``None`` if it has neither saved nor loaded in its run directory."""
     history = directory.history
-    if history.claim is not None:
-        return TrainingPoint(run=history.claim.run, incarnation=history.claim.incarnation)
-    if history.base is not None:
-        base = history.base
-        return TrainingPoint(run=base.run, incarnation=base.incarnation, checkpoint=base.id, tag=base.tag)
-    return None
+    of_job = history.claim or history.base
+    if of_job is None:
+        return None
+    checkpoint, tag = history.newest
+    return TrainingPoint(run=of_job.run, incarnation=of_job.incarnation, checkpoint=checkpoint, tag=tag)
 
 
 def _is_second(argument: str, value: object, choices: tuple[str, str]) -> bool:
