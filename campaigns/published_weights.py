@@ -1,4 +1,4 @@
-"""``python -m campaigns.published_weights``: publishers and followers are killed and stopped; nothing wrong is ever shown.
+"""``python -m campaigns.published_weights``: publishers and followers are killed and stopped, and show no wrong bytes.
 
 It proves "Published weights" of ``docs/failure-model.md``: on a disk, in memory, and in an object store in memory that
 fails, loses replies and lists late. Each scene has one weights directory and one followed folder. Processes are forked
@@ -27,7 +27,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,16 +47,19 @@ _SIZES, _ANCHOR_EVERY = (4000, 700, 1), 5
 #: The versions that a publisher publishes unless it is killed, and the longest time until an event.
 _VERSIONS, _SECONDS = 8, 0.25
 
+#: In the store, the share of requests whose connection breaks, before or after their effect, and the seconds for which
+#: lists do not have a new object.
+_BROKEN, _LIST_LAG = 0.02, 0.03
+
 
 @functools.cache
 def state_at(step: int) -> dict[str, torch.Tensor]:
-    """Return the weights of a step: those of the step before with some elements changed."""
-    if not step:
-        generator = torch.Generator().manual_seed(0)
-        return {f"w{number}": torch.randn(size, generator=generator).bfloat16() for number, size in enumerate(_SIZES)}
-    state = {name: tensor.clone() for name, tensor in state_at(step - 1).items()}
+    """Return the weights of a step, of which some elements are those of the steps around it."""
+    generator = torch.Generator().manual_seed(0)
+    state = {f"w{number}": torch.randn(size, generator=generator).bfloat16() for number, size in enumerate(_SIZES)}
     for tensor in state.values():
-        tensor[step % 13 :: 13] *= 1.01
+        for older in range(max(0, step - 12), step + 1):
+            tensor[older % 13 :: 13] *= 1 + (older % 97) / 100
     return state
 
 
@@ -81,10 +84,12 @@ class Scene:
 
     @property
     def log(self) -> Path:
+        """The file with the versions that ``wait()`` has returned."""
         return self.folder / "published"
 
     @property
     def followed(self) -> Path:
+        """The folder that follows."""
         return self.folder / "followed"
 
     def publish(self, first: int, versions: int = _VERSIONS) -> None:
@@ -117,7 +122,9 @@ class Scene:
 
     def play(self) -> None:
         """Let one event happen, and check what is there."""
-        event = self.generator.choice(["kill publisher", "kill follower", "kill both", "stop publisher", "two publishers"])
+        event = self.generator.choice(
+            ["kill publisher", "kill follower", "kill both", "stop publisher", "two publishers"]
+        )
         self.events[event] += 1
         first = self._next_step()
         publisher, follower = _fork(lambda: self.publish(first)), _fork(self.follow)
@@ -143,27 +150,27 @@ class Scene:
 
     def _read_log(self) -> None:
         for line in self.log.read_text().splitlines() if self.log.exists() else ():
-            number, version, step = line.split()
-            self.published[int(number)] = version, int(step)
+            number, identity, step = line.split()
+            self.published[int(number)] = identity, int(step)
 
     def _check(self, event: str) -> None:
         self._read_log()
         listed = {version.number: version for version in rankless.list_weight_versions(self.weights)}
         oldest = min(listed, default=0)
-        for number, (version, step) in self.published.items():
-            if number >= oldest and (number not in listed or listed[number].id != version):
+        for number, (identity, step) in self.published.items():
+            if number >= oldest and (number not in listed or listed[number].id != identity):
                 self._violate(event, f"version {number}, which wait() has returned for step {step}, is lost")
         for version in listed.values():
-            assert isinstance(version.step, int)
-            self.published.setdefault(version.number, (version.id, version.step))
+            step = int(version.step or 0)
+            self.published.setdefault(version.number, (version.id, step))
             state = {name: torch.zeros_like(tensor) for name, tensor in state_at(0).items()}
             try:
                 rankless.load_model(state, version.path)
             except RanklessError as error:
                 self._violate(event, f"version {version.number} cannot be loaded: {error}")
                 continue
-            if not all(torch.equal(state[name], tensor) for name, tensor in state_at(version.step).items()):
-                self._violate(event, f"version {version.number} has not the bytes of step {version.step}")
+            if not all(torch.equal(state[name], tensor) for name, tensor in state_at(step).items()):
+                self._violate(event, f"version {version.number} has not the bytes of step {step}")
         self._check_folder(event)
 
     def _check_folder(self, event: str) -> None:
@@ -213,25 +220,28 @@ def _await(process: int) -> None:
 @contextmanager
 def open_scene(kind: str, seed: int) -> Iterator[Scene]:
     """Make an empty scene of a kind."""
-    parent = "/dev/shm" if kind == "memory" else None  # noqa: S108
+    parent = "/dev/shm" if kind == "memory" else None
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weights-", dir=parent)))
         weights: Any = folder / "weights"
+        faults: AbstractContextManager[None] = nullcontext()
         if kind == "store":
             server = FakeS3()
             url = stack.enter_context(server.served())
-            weights = store_at(url).path(f"{BUCKET}/weights")
-            stack.enter_context(_with_faults(server, seed))
-        scene = Scene(weights, folder, random.Random(seed))  # noqa: S311
+            weights, faults = store_at(url).path(f"{BUCKET}/weights"), _with_faults(server, seed)
+        stack.enter_context(faults)
+        scene = Scene(weights, folder, random.Random(seed))
         yield scene
         if scene.violations:
-            shutil.copytree(folder, tempfile.mkdtemp(prefix=f"weights-violation-{kind}-{seed}-"), dirs_exist_ok=True, symlinks=True)
+            shutil.copytree(
+                folder, tempfile.mkdtemp(prefix=f"weights-violation-{kind}-{seed}-"), dirs_exist_ok=True, symlinks=True
+            )
 
 
 @contextmanager
 def _with_faults(server: FakeStore, seed: int) -> Iterator[None]:
     """Let a few requests fail, before or after their effect, and lists be late, as the store of the tests can."""
-    generator = random.Random(seed + 1)  # noqa: S311
+    generator = random.Random(seed + 1)
     faults = getattr(server, "set_random_faults", None)
     if faults is not None:
         faults(generator)

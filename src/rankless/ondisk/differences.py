@@ -81,7 +81,7 @@ class DecodedRange(NamedTuple):
     they become.
     """
 
-    positions: npt.NDArray[np.int64] | None
+    positions: npt.NDArray[np.int32] | None
     values: Words
     replaces: bool = False
 
@@ -219,8 +219,6 @@ class StoredRange(msgspec.Struct, frozen=True):
 def decode_range(stored: StoredRange) -> DecodedRange:
     """Return the changed words of a range.
 
-    It takes at most 25 bytes of memory for each byte of the range.
-
     Each position is in the range. Raises ``CorruptCheckpointError`` for streams that :func:`encode_range` never makes.
     """
     changed, count, word = stored.changed, stored.count, stored.word
@@ -259,11 +257,12 @@ def _decode_sparse(stored: StoredRange) -> DecodedRange:
     return DecodedRange(positions, _from_zigzag(zigzag))
 
 
-def _decode_gaps(encoded: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+def _decode_gaps(encoded: npt.NDArray[np.uint8]) -> npt.NDArray[np.int32]:
     """Return the positions for the bytes of :func:`_encode_gaps`."""
     is_end = encoded != _MORE
     steps = encoded + is_end.astype(np.int16)
-    positions: npt.NDArray[np.int64] = np.cumsum(steps, dtype=np.int64) - 1
+    positions: npt.NDArray[np.int32] = np.cumsum(steps, dtype=np.int32)
+    positions -= 1
     return positions if is_end.all() else positions[is_end]
 
 

@@ -12,17 +12,14 @@ them (:mod:`rankless.formats.weights`). All of it is a part of the format: see `
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from typing import Annotated
 
 import msgspec
 
 from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.ondisk import strict_json
 from rankless.ondisk.block_crcs import crc64
-from rankless.ondisk.header import SafetensorsHeader, decode_header
-from rankless.ondisk.manifest import Count, Hex64, Step
+from rankless.ondisk.header import LENGTH_BYTES, SafetensorsHeader, decode_header
+from rankless.ondisk.manifest import LARGEST, Count, Hex64, Step
 from rankless.ondisk.validation import check_relative_path
 from rankless.process.prepared_types import prepared
 
@@ -37,8 +34,11 @@ LARGEST_MANIFEST = 2**28
 #: The tensors of a part: the table of its ranges, and their streams one after another.
 RANGES, DATA = "ranges", "data"
 
-#: The most bytes of a part, and the most ranges in it.
-LARGEST_PART, MOST_RANGES = 2**31, 2**20
+#: The most bytes of a part, and the most parts of a delta.
+LARGEST_PART, MOST_PARTS = 2**31, 2**20
+
+#: The most spaces after the header of a model file.
+_MOST_PADDING = 2**16
 
 _NAME = re.compile(r"([0-9]{20})\.json")
 
@@ -53,7 +53,7 @@ def manifest_name(number: int) -> str:
 def number_of_name(name: str) -> int | None:
     """Return the number of the version whose manifest has this name; ``None`` for other names."""
     match = _NAME.fullmatch(name)
-    return int(match[1]) if match else None
+    return int(match[1]) if match and int(match[1]) <= LARGEST else None
 
 
 @prepared
@@ -65,6 +65,16 @@ class VersionKey(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.number} ({self.id[:8]})"
+
+
+def anchor_name(key: VersionKey) -> str:
+    """Return the name of the folder of an anchor."""
+    return f"anchor-{key.number}-{key.id}"
+
+
+def delta_name(key: VersionKey) -> str:
+    """Return the name of the folder of the parts of a version."""
+    return f"delta-{key.number}-{key.id}"
 
 
 class TrainingPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,8 +113,8 @@ class ModelFile(msgspec.Struct, frozen=True):
     @property
     def header_bytes(self) -> bytes:
         """The bytes of the file before its data."""
-        size = self.data_start - 8
-        return size.to_bytes(8, "little") + self.header.encode().ljust(size)
+        size = self.data_start - LENGTH_BYTES
+        return size.to_bytes(LENGTH_BYTES, "little") + self.header.encode().ljust(size)
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -210,19 +220,30 @@ def decode_version(raw: bytes, file: str) -> VersionManifest:
         raise CorruptCheckpointError(f"{file} is corrupt: {error}") from error
     _check_names(manifest, file)
     _check_order(manifest, file)
+    for model_file in manifest.files:
+        _check_padding(model_file, file)
     return manifest
 
 
+def _check_padding(file: ModelFile, subject: str) -> None:
+    """Raise ``CorruptCheckpointError`` unless the header of a model file is its text and a few spaces."""
+    used = len(file.header.encode()) + LENGTH_BYTES
+    if not used <= file.data_start <= min(file.size, used + _MOST_PADDING):
+        raise CorruptCheckpointError(f"{subject} is corrupt: {file.name} has another size than its header says")
+
+
 def _check_names(manifest: VersionManifest, subject: str) -> None:
-    parts = (part for delta in manifest.deltas for part in delta.parts)
+    """Raise ``CorruptCheckpointError``, or ``UnsafeNameError``, if a file could be that of another version."""
     names = [*(file.name for file in manifest.files), *(file.name for file in manifest.small_files)]
-    for name in (*names, *(part.name for part in parts)):
+    parts = [part.name for delta in manifest.deltas for part in delta.parts]
+    for name in (*names, *parts):
         check_relative_path(name, subject)
-    for folder in (*([manifest.folder] if manifest.folder else []), manifest.anchor.folder):
-        if "/" in check_relative_path(folder, subject) or folder.startswith(".") or folder == FOLDER:
-            raise CorruptCheckpointError(f"{subject} has the folder {folder!r}, which no publisher makes")
-    if len(set(names)) != len(names):
-        raise CorruptCheckpointError(f"{subject} names a file twice")
+    if len(set(names)) != len(names) or len(set(parts)) != len(parts) or len(parts) > MOST_PARTS:
+        raise CorruptCheckpointError(f"{subject} names a file twice, or too many")
+    folders = (manifest.folder, manifest.anchor.folder)
+    anchor = VersionKey(manifest.anchor.number, manifest.anchor.id)
+    if folders != (delta_name(manifest.key) if manifest.deltas else "", anchor_name(anchor)):
+        raise CorruptCheckpointError(f"{subject} has folders that are not those of its version")
 
 
 def _check_order(manifest: VersionManifest, file: str) -> None:
@@ -232,62 +253,21 @@ def _check_order(manifest: VersionManifest, file: str) -> None:
     is_own = anchor.id == manifest.id and anchor.number == manifest.number
     if not is_older or not (is_own or (anchor.number < manifest.number and manifest.deltas)):
         raise CorruptCheckpointError(f"{file} is corrupt: a version cannot be based on itself or on a newer one")
-    if bool(manifest.deltas) != bool(manifest.folder):
-        raise CorruptCheckpointError(f"{file} is corrupt: it names parts without a folder, or a folder without parts")
 
 
 def decode_model_header(file: ModelFile, subject: str) -> SafetensorsHeader:
     """Return the header of a model file of a version. Raises ``CorruptCheckpointError``."""
-    header = file.header.encode()
-    if not len(header) + 8 <= file.data_start <= file.size:
-        raise CorruptCheckpointError(f"{subject} is corrupt: {file.name} has another size than its header says")
     return decode_header(file.header_bytes, file.size, f"{file.name} in {subject}")
 
 
-class PartRange(msgspec.Struct, frozen=True, array_like=True):
-    """A row in the table of a part: words ``[start, start + count)`` of a tensor, and where their streams are.
+#: The columns of the table of a part, one row for each range: words ``[start, start + count)`` of a tensor, and where
+#: their streams are. ``tensor`` counts the tensors of a version: its model files in order, and in each of them by the
+#: offset of the data. ``offset`` is in bytes of the part's data; streams lie one after another. Rows ascend, and no two
+#: overlap. A range is in one block of its tensor.
+TENSOR, START, COUNT, ENCODING, CHANGED, OFFSET, FIRST_SIZE = range(7)
 
-    ``tensor`` counts the tensors of a version: its model files in order, and in each of them by the offset of the data.
-    ``offset`` is in bytes of the part's data; streams lie one after another. Rows ascend, and no two overlap.
-    """
+#: The numbers of a row.
+COLUMNS = FIRST_SIZE + 3
 
-    tensor: Annotated[int, msgspec.Meta(ge=0)]
-    start: Annotated[int, msgspec.Meta(ge=0)]
-    count: Annotated[int, msgspec.Meta(ge=1)]
-    encoding: Annotated[int, msgspec.Meta(ge=1)]
-    changed: Annotated[int, msgspec.Meta(ge=1)]
-    offset: Annotated[int, msgspec.Meta(ge=0)]
-    sizes: tuple[int, int, int]
-
-    @property
-    def stop(self) -> int:
-        """The word after the last one."""
-        return self.start + self.count
-
-    @property
-    def nbytes(self) -> int:
-        """The size of its streams in bytes."""
-        return sum(self.sizes)
-
-
-#: The numbers of a row in a part.
-COLUMNS = 9
-
-
-def split_rows(table: Sequence[Sequence[int]], data_size: int, subject: str) -> list[PartRange]:
-    """Return the ranges of a part. Raises ``CorruptCheckpointError`` unless they ascend, and their bytes are there."""
-    try:
-        rows = [PartRange(row[0], row[1], row[2], row[3], row[4], row[5], (row[6], row[7], row[8])) for row in table]
-    except IndexError as error:
-        raise CorruptCheckpointError(f"{subject} is corrupt: {error}") from error
-    ends = _ends_of_streams(rows)
-    fields = ((row.tensor, row.start, row.offset, row.changed, row.encoding, *row.sizes) for row in rows)
-    is_bounded = all(min(values) >= 0 for values in fields) and all(0 < row.changed <= row.count for row in rows)
-    ascends = all((one.tensor, one.stop) <= (two.tensor, two.start) for one, two in pairwise(rows))
-    if not is_bounded or not ascends or any(end > data_size for end in ends):
-        raise CorruptCheckpointError(f"{subject} is corrupt: its ranges overlap, or their bytes are not there")
-    return rows
-
-
-def _ends_of_streams(rows: Sequence[PartRange]) -> Iterator[int]:
-    return (row.offset + row.nbytes for row in rows)
+#: The most words of a range: it bounds the memory that a reader takes for one.
+MOST_WORDS = 2**21

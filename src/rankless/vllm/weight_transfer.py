@@ -150,7 +150,7 @@ class RanklessWeightTransfer(WeightTransferEngine[WeightsInitInfo, WeightsUpdate
             self._fail(StateError("no weights are followed: call init_weight_transfer_engine() first"))
             return
         try:
-            self._folders.go_to_newest()
+            self._folders.go_to_newest(self.status.version)
             folder, manifest = self._folders.version_folder, self._folders.manifest
             if folder is None or manifest is None or manifest.number == self.status.version:
                 self.status = WorkerStatus(IDLE, self.status.version)

@@ -23,9 +23,16 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from rankless.errors import CorruptCheckpointError, InvalidArgumentError, NoCheckpointError, StateError, StorageError
+from rankless.errors import (
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    NoCheckpointError,
+    StateError,
+    StorageError,
+)
 from rankless.formats.weights.routes import Route, find_route, remember_manifests
-from rankless.formats.weights.version_files import read_manifest
+from rankless.formats.weights.version_files import list_numbers, read_manifest
 from rankless.formats.weights.version_reader import WeightsReader
 from rankless.ondisk.block_crcs import BLOCK_BYTES, crc64
 from rankless.ondisk.weight_versions import ModelFile, VersionKey, VersionManifest, decode_model_header
@@ -50,6 +57,9 @@ _VERSION = re.compile(r"([1-9][0-9]*)-([0-9a-f]{16})")
 _PENDING = re.compile(r"\.(pending|current)-[0-9a-f]{16}")
 
 _LOCK = ".rankless-follow.lock"
+
+#: Errors of the folder that is written, and not of the directory that is read.
+_OF_THE_FOLDER = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 class FollowedVersion(NamedTuple):
@@ -110,8 +120,9 @@ class FollowedFolder(ClosingMixin):
 
         Of all ways to it the cheapest is taken; if something on it is missing or corrupt, another one.
 
-        Raises ``NoCheckpointError`` if the version, or all ways to it, were removed; ``CorruptCheckpointError`` or
-        ``StorageError`` if no way leads to the bytes that its manifest proves. The current version stays then.
+        Raises ``NoCheckpointError`` if the version, or all ways to it, were removed, ``CheckpointReplacedError`` if
+        there are newer ones then; ``CorruptCheckpointError`` or ``StorageError`` if no way leads to the bytes that its
+        manifest proves. The current version stays then.
         """
         manifest = read_manifest(directory, number)
         read = remember_manifests(lambda older: read_manifest(directory, older), {number: manifest})
@@ -120,9 +131,13 @@ class FollowedFolder(ClosingMixin):
             try:
                 return self._follow(directory, manifest, route)
             except (CorruptCheckpointError, NoCheckpointError, StorageError) as error:
-                if isinstance(error, StorageError) and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EROFS}:
+                if isinstance(error, StorageError) and error.errno in _OF_THE_FOLDER:
                     raise
                 first = first or error
+        if max(list_numbers(directory), default=0) > number:
+            raise CheckpointReplacedError(
+                f"version {number} of {directory} was removed: there are newer ones"
+            ) from first
         raise first or NoCheckpointError(f"no way leads to version {number} of {directory}")
 
     def _iterate_routes(self, manifest: VersionManifest, read: Callable[[int], VersionManifest]) -> Iterator[Route]:

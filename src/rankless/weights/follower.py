@@ -62,6 +62,8 @@ class WeightFollower:
             is_folder = isinstance(into, str | PathLike)
             self._model = None if is_folder else into
             place = into if is_folder else folder
+            #: The version that was loaded; 0 if none was, or loading has failed.
+            self._loaded = 0
             self._folders = HostFolders(
                 self._path,
                 None if place is None else parse_location(place),
@@ -74,7 +76,7 @@ class WeightFollower:
     def version(self) -> WeightVersion | None:
         """The version that the folder or model has, as far as this follower knows it."""
         manifest = self._folders.manifest
-        return None if manifest is None else WeightVersion.of(self._path, manifest)
+        return None if manifest is None or manifest.number != self._loaded else WeightVersion.of(self._path, manifest)
 
     @property
     def folder(self) -> Path | None:
@@ -103,11 +105,13 @@ class WeightFollower:
             MismatchError: The model has other tensors than the version. Nothing was changed.
         """
         with collective_call(self._group, self._timeout):
-            folder = self._folders.go_to_newest()
-            if folder is None:
+            folder = self._folders.go_to_newest(self._loaded)
+            manifest = self._folders.manifest
+            if folder is None or manifest is None:
                 return None
             if self._model is not None:
                 load_model(self._model, folder, process_group=self._group, timeout=self._timeout)
+            self._loaded = manifest.number
             return self.version
 
     def close(self) -> None:

@@ -7,10 +7,12 @@ puts it into the folder of its host. After that vote all folders have the versio
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import tempfile
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from msgspec.structs import replace
 
 from rankless.engine.comm.process_group_argument import ProcessGroupArgument, current_process_group
 from rankless.engine.comm.session import RankGroup, Session
-from rankless.errors import InvalidArgumentError, NoCheckpointError, StateError, StorageError
+from rankless.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError, StateError, StorageError
 from rankless.formats.weights.version_files import list_numbers, read_manifest
 from rankless.ondisk.weight_versions import VersionManifest
 from rankless.process.prepared_types import prepared
@@ -45,6 +47,14 @@ class _Goal(msgspec.Struct, frozen=True, array_like=True):
     leaders: list[int]
 
 
+@prepared
+class _Here(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says before rank 0 decides: its host, and the number of the version that it has loaded."""
+
+    host: str
+    loaded: int
+
+
 class HostFolders:
     """The folder of this host, and what this rank does for it.
 
@@ -59,6 +69,7 @@ class HostFolders:
         self._is_temporary, self.place = place is None, place
         self._group, self._timeout, self._ranks = group, timeout, RankGroup(group)
         self._folder: FollowedFolder | None = None
+        self._remove: Callable[[], object] | None = None
         #: The version that all hosts have, without the headers of its files.
         self.manifest: VersionManifest | None = None
         #: What this rank has put into the folder of its host.
@@ -71,8 +82,10 @@ class HostFolders:
             return None
         return self.place / f"{self.manifest.number}-{self.manifest.id}"
 
-    def go_to_newest(self) -> Path | None:
-        """Put the newest version into the folders of all hosts. Return where it is; ``None`` if there is no newer one.
+    def go_to_newest(self, loaded: int) -> Path | None:
+        """Put the newest version into the folders of all hosts.
+
+        Return where it is; ``None`` if all ranks have ``loaded`` it already, by its number.
 
         All ranks call it. They all raise the same error: ``CorruptCheckpointError``, ``NoCheckpointError``,
         ``StorageError`` or ``StateError``. What was there before stays then.
@@ -81,15 +94,16 @@ class HostFolders:
             self._ranks = RankGroup(self._group)
         for attempt in range(_ATTEMPTS):
             try:
-                return self._go()
-            except NoCheckpointError:  # a publisher has removed what this was based on
+                return self._go(loaded)
+            except CheckpointReplacedError:  # a publisher has removed what this was based on
                 if attempt == _ATTEMPTS - 1:
                     raise
         return None
 
-    def _go(self) -> Path | None:
+    def _go(self, loaded: int) -> Path | None:
         session = self._ranks.open_session(self._timeout)
-        _, raw = session.vote("looking for new weights", host_id, str.encode, self._choose)
+        here = _Here(host_id(), loaded)
+        _, raw = session.vote("looking for new weights", lambda: here, msgspec.msgpack.encode, self._choose)
         goal = msgspec.msgpack.decode(raw, type=_Goal)
         if goal.number:
             self.place = Path(goal.folder)
@@ -97,17 +111,39 @@ class HostFolders:
         session.leave()
         return self.version_folder if goal.number else None
 
-    def _choose(self, hosts: Sequence[bytes]) -> bytes:
-        """Return the goal, on rank 0. ``hosts`` are the hosts of all ranks."""
+    def _choose(self, posted: Sequence[bytes]) -> bytes:
+        """Return the goal, on rank 0. ``posted`` has the hosts of all ranks, and what they have."""
+        ranks = [msgspec.msgpack.decode(raw, type=_Here) for raw in posted]
+        hosts = [rank.host for rank in ranks]
         newest = max(list_numbers(self._directory), default=0)
-        own = 0 if self.manifest is None else self.manifest.number
+        if self.manifest is not None:
+            newest = self._check_same_history(newest, self.manifest)
         leaders = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
         goal = _Goal(
-            newest if newest > own else 0,
+            newest if newest > min(rank.loaded for rank in ranks) else 0,
             str(self.place or _choose_folder()),
             leaders[:1] if self._is_single else leaders,
         )
         return msgspec.msgpack.encode(goal)
+
+    def _check_same_history(self, newest: int, own: VersionManifest) -> int:
+        """Return the version to go to, on rank 0: none that is older than the own one.
+
+        A list of an object store may be late. Raises ``StateError`` if the directory has other versions than those that
+        were followed so far: it was made anew.
+        """
+        if newest > own.number:
+            return newest
+        try:
+            is_same = read_manifest(self._directory, own.number).key == own.key
+        except NoCheckpointError:
+            is_same = False
+        if is_same or not newest:
+            return own.number
+        raise StateError(
+            f"{self._directory} was made anew: it has version {newest}, and no longer the version {own.key} that was "
+            "followed. To follow the new versions, begin with a new follower and an empty folder"
+        )
 
     def _follow_together(self, session: Session, goal: _Goal) -> VersionManifest:
         def follow() -> None:
@@ -115,7 +151,9 @@ class HostFolders:
                 self._follow(goal)
 
         def describe(_: list[bytes]) -> bytes:
-            manifest = read_manifest(self._directory, goal.number) if self.followed is None else self.followed.manifest
+            followed = self.followed
+            known = None if followed is None or followed.manifest.number != goal.number else followed.manifest
+            manifest = known or read_manifest(self._directory, goal.number)
             return msgspec.msgpack.encode(
                 replace(manifest, files=[replace(file, header="") for file in manifest.files])
             )
@@ -126,20 +164,40 @@ class HostFolders:
     def _follow(self, goal: _Goal) -> None:
         """Put a version into the folder of this host, unless it is there already."""
         if self._folder is None:
-            if self._is_temporary:
-                _remove_of_dead_processes(Path(goal.folder).parent)
-            self._folder = FollowedFolder(Path(goal.folder))
+            self._open_folder(Path(goal.folder))
         folder = self._folder
+        if folder is None:
+            return
         if folder.current is None or folder.current.number < goal.number:
             self.followed = folder.update(self._directory, goal.number)
+        elif folder.current != read_manifest(self._directory, goal.number).key:
+            raise StateError(
+                f"{folder.path} has version {folder.current}, which {self._directory} does not have: the weights "
+                "directory was made anew. Follow into an empty folder"
+            )
+
+    def _open_folder(self, place: Path) -> None:
+        if self._is_temporary:
+            _remove_of_dead_processes(place.parent)
+        self._folder = folder = FollowedFolder(place)
+        if self._is_temporary:
+            self._remove = weakref.finalize(self, _remove_temporary, folder, os.getpid())
 
     def close(self) -> None:
         """Let another follower have the folder. One in memory that this has made is removed. May be called again."""
         folder, self._folder = self._folder, None
-        if folder is not None:
+        if self._remove is not None:
+            self._remove()
+        elif folder is not None:
             folder.close()
-            if self._is_temporary:
-                remove_tree(folder.path)
+
+
+def _remove_temporary(folder: FollowedFolder, process: int) -> None:
+    """Remove a folder in memory, unless a forked process ends: it is its parent's."""
+    if os.getpid() == process:
+        folder.close()
+        with suppress(StorageError):
+            remove_tree(folder.path)
 
 
 def _choose_folder() -> Path:

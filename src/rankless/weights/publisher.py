@@ -26,7 +26,7 @@ from rankless.errors import InvalidArgumentError, RanklessError
 from rankless.observe.spans import span
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.data_files import NO_ADAPTERS, SHARD_SIZE, parse_size
-from rankless.ondisk.validation import check_integer, check_number
+from rankless.ondisk.validation import check_integer, check_number, check_utf8
 from rankless.ondisk.weight_versions import TrainingPoint
 from rankless.run_directory import RunDirectory
 from rankless.save.background import background_saves
@@ -133,17 +133,22 @@ class WeightPublisher:
                 :func:`rankless.save_model`. All ranks raise it, and no version appears. With ``async_save``, the next
                 call or :meth:`wait` raises it.
         """
+        before = self._handle
         with self._tolerating(), collective_call(self._group, self._timeout):
             check_ranks_are_joined(self._group)
             publication = self._describe(step, metrics)
-            if self._is_skipping and self._is_busy():
-                return None
-            self._handle = self._run(model, publication)
-            return self._handle
-        return None
+            if not (self._is_skipping and self._is_busy()):
+                self._run(model, publication)
+        # What was tolerated may be the error of the publication before: this one has begun nevertheless.
+        return self._handle if self._handle is not before else None
 
     def _describe(self, step: float | None, metrics: Mapping[str, float] | None) -> Publication:
-        numbers = {name: float(check_number(f"metric {name!r}", value)) for name, value in (metrics or {}).items()}
+        numbers = {
+            check_utf8(name, "the name of a metric"): float(check_number(f"metric {name!r}", value))
+            for name, value in (metrics or {}).items()
+        }
+        if step is not None and not math.isfinite(check_number("step", step)):
+            raise InvalidArgumentError(f"step must be a finite number; got {step!r}")
         return Publication(
             self._path,
             None if step is None else check_number("step", step),
@@ -166,7 +171,7 @@ class WeightPublisher:
         session.leave()
         return bool(raw)
 
-    def _run(self, model: Any, publication: Publication) -> SaveHandle[WeightVersion]:
+    def _run(self, model: Any, publication: Publication) -> None:
         folder = Destination(self._path, folder=True)
         file_format = model_file_format(folder, self._limit, use_safetensors=True, model=model, dtype=self._dtype)
         training = TrainingObjects(model, rng=False, adapters=NO_ADAPTERS, dtype=self._dtype)
@@ -181,7 +186,7 @@ class WeightPublisher:
                 self._timeout,
                 partial(VersionOutput, publication, self._state),
             )
-            return background_saves.run_save(content, self._path, self._group, asynchronous=self._async_save)
+            self._handle = background_saves.run_save(content, self._path, self._group, asynchronous=self._async_save)
 
     def wait(self) -> None:
         """Wait until all publications have ended, and raise the error of one that has failed. Every rank calls it."""

@@ -6,6 +6,7 @@ all ranks know its key, and the copy of what they published then. It changes onl
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from rankless.ondisk.weight_versions import PublishedFile, VersionKey, VersionManifest
@@ -39,6 +40,15 @@ class PublisherState:
     #: The version that could not be committed, or whose commit was not answered.
     failed: VersionKey | None = None
     has_removed_abandoned: bool = False
+    #: On rank 0, what changes if the manifest of the base does.
+    base_version: str = ""
+    process: int = field(default_factory=os.getpid)
+
+    def leave_parent(self) -> None:
+        """Begin anew in a forked process: what its parent has published is not in its memory."""
+        if self.process != os.getpid():
+            self.process, self.failed = os.getpid(), None
+            self.forget()
 
     def forget(self) -> None:
         """Begin anew: the next version is an anchor without a delta."""

@@ -10,6 +10,7 @@ The order must stay: the files of the anchor, the parts of all ranks, the manife
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from rankless.engine.io.upload_target import FileFrame
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.writer_cells import CellGrain
 from rankless.errors import RanklessError, WeightsConflictError
-from rankless.formats.weights.version_files import list_numbers
+from rankless.formats.weights.version_files import list_numbers, manifest_path
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.weight_versions import (
@@ -42,6 +43,8 @@ from rankless.ondisk.weight_versions import (
     PublishedFile,
     VersionKey,
     VersionManifest,
+    anchor_name,
+    delta_name,
 )
 from rankless.process.prepared_types import prepared
 from rankless.storage.store import store_of
@@ -52,15 +55,15 @@ from rankless.weights.publication import Publication, WeightVersion
 from rankless.weights.publisher_state import OwnDelta, PublisherState
 from rankless.weights.version_parts import StoredTensors, cut_into_pieces, encode_against, hash_and_encode
 from rankless.weights.weights_folders import (
-    anchor_name,
     commit_version,
-    delta_name,
     find_outdated,
     is_committed,
     remove_abandoned,
     remove_unpublished,
     remove_version,
 )
+
+_log = logging.getLogger("rankless")
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -118,6 +121,7 @@ class VersionOutput:
     def begin(self, files: FileSet, frames: Sequence[FileFrame]) -> bytes:
         """See :class:`ComponentOutput`. Decide what the version is, and create its folders."""
         store_of(self._directory).make_folder(self._directory / FOLDER)
+        self._state.leave_parent()
         self._files, self._frames = files, frames
         state, layout = self._state, digest_layout(files, frames)
         key = VersionKey(self._next_number(), secrets.token_hex(8))
@@ -140,17 +144,22 @@ class VersionOutput:
     def _next_number(self) -> int:
         """Return the number of the new version. Raises ``WeightsConflictError`` if another publisher is active."""
         state, newest = self._state, max(list_numbers(self._directory), default=0)
-        if state.base is None or newest == state.base.number:
+        if state.base is None or (newest == state.base.number and self._has_own_manifest(state.base.number)):
             return newest + 1
         last, failed = state.base, state.failed
         state.forget()
         if failed is None or failed.number != newest or not is_committed(self._directory, failed):
+            found = f"has version {newest}, which this job has not published" if newest else "has no version any more"
             raise WeightsConflictError(
-                f"{self._directory} has version {newest}, which this job has not published; its own last one is "
-                f"{last.number}: let only one job publish into a directory. The next publication of this job is a "
-                "whole model"
+                f"{self._directory} {found}; its own last one is {last.number}: let only one job publish into a "
+                "directory, and let it remove versions itself. The next publication of this job is a whole model"
             )
         return newest + 1
+
+    def _has_own_manifest(self, number: int) -> bool:
+        """Return whether the newest manifest is that which this publisher has created."""
+        path = manifest_path(self._directory, number)
+        return store_of(path).file_version(path) == self._state.base_version
 
     def _begin_anchor(self, key: VersionKey, files: FileSet, frames: Sequence[FileFrame]) -> bytes:
         self._anchor = self._open_anchor(anchor_name(key))
@@ -162,6 +171,7 @@ class VersionOutput:
         if self._begun.anchor is not None:
             self._anchor = self._anchor or self._open_anchor(anchor_name(self._begun.key))
             self._anchor.join(self._begun.anchor)
+        self._state.leave_parent()
         if self._begun.base is None:
             self._state.forget()
 
@@ -179,7 +189,7 @@ class VersionOutput:
         def commit(fragments: Fragments, posted: list[bytes]) -> bytes:
             by_rank = [msgspec.msgpack.decode(raw, type=_WrittenParts) for raw in posted]
             manifest = self._make_manifest(component, begun, fragments, by_rank)
-            commit_version(self._directory, manifest)
+            self._state.base_version = commit_version(self._directory, manifest)
             self._is_committed = True
             self._note_committed(manifest)
             return _encode(replace(manifest, files=[replace(file, header="") for file in manifest.files]))
@@ -262,10 +272,13 @@ class VersionOutput:
         elif state.own_deltas is not None:
             is_new = OwnDelta(delta_name(begun.key), self._written.parts)
             state.own_deltas = [*state.own_deltas, is_new] if self._depends_on_base else None
-        if self._published is not None:
-            with suppress(MemoryError):
-                state.copy.replace(begun.key, *self._published)
-        self._published = None
+        published, self._published = self._published, None
+        try:
+            if published is not None:
+                state.copy.replace(begun.key, *published)
+        except Exception:  # noqa: BLE001 - the version is published: an error now would be that of one rank alone
+            _log.warning("the next version is stored as a whole by this rank", exc_info=True)
+            state.copy.forget()
 
     def _remove_outdated(self) -> None:
         """Remove the versions that are not kept, on rank 0. The publication does not fail because of it."""
@@ -276,7 +289,7 @@ class VersionOutput:
             if self._publication.keep is not None and self._anchor is not None:
                 for manifest in find_outdated(self._directory, self._publication.keep):
                     remove_version(self._directory, manifest)
-        except RanklessError as error:
+        except (RanklessError, OSError) as error:
             warn_caller(f"old versions in {self._directory} could not be removed: {error}")
 
     def discard(self) -> None:

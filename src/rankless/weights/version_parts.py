@@ -17,6 +17,7 @@ from rankless.engine.io.requests import Fragments, ProviderOf, make_fragment, me
 from rankless.engine.plan.file_ranges import FileRange, split_at_blocks
 from rankless.ondisk.block_crcs import Fragment, crc64
 from rankless.ondisk.differences import EncodedRange, Words, encode_range, encode_raw, word_type
+from rankless.ondisk.weight_versions import MOST_WORDS
 from rankless.process.prepared_types import prepared
 from rankless.process.worker_threads import THREADS, count_threads, run_in_threads
 from rankless.storage.aligned_memory import Bytes
@@ -38,7 +39,7 @@ class StoredTensors(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A block of a tensor as far as this rank has it: the range, the range of the plan that it is in, its tensor."""
+    """A part of a block that this rank has: the range, the range of the plan that it is in, and its tensor."""
 
     part: FileRange
     whole: FileRange
@@ -53,12 +54,19 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 def cut_into_pieces(file_ranges: Iterable[FileRange], tensors: StoredTensors) -> list[Piece]:
-    """Return the blocks of this rank's ranges in the order of the files, which is that of the rows in parts."""
+    """Return parts of blocks of this rank's ranges in the order of the files, which is that of the rows in parts."""
     places = list(zip(tensors.files, tensors.offsets, strict=True))
     pieces = []
     for whole in sorted(file_ranges, key=lambda file_range: (file_range.file, file_range.offset)):
         number = bisect_right(places, (whole.file, whole.offset)) - 1
-        pieces += [Piece(part, whole, number, tensors.itemsizes[number]) for part in split_at_blocks(whole)]
+        most = MOST_WORDS * word_type(tensors.itemsizes[number]).itemsize
+        pieces += [
+            Piece(
+                part.slice_bytes(at, min(most, part.stop - part.start - at)), whole, number, tensors.itemsizes[number]
+            )
+            for part in split_at_blocks(whole)
+            for at in range(0, part.stop - part.start, most)
+        ]
     return pieces
 
 

@@ -31,7 +31,7 @@ def list_weight_versions(path: str | PathLike[str]) -> list[WeightVersion]:
 
 def wait_for_weights(
     path: str | PathLike[str],
-    after: int | WeightVersion = 0,
+    after: int | WeightVersion | None = None,
     *,
     timeout: float | None = None,
     poll_seconds: float = 0.5,
@@ -55,7 +55,7 @@ def wait_for_weights(
             f"timeout must not be negative, and poll_seconds must be above 0; got {timeout!r} and {poll_seconds!r}"
         )
     directory = parse_location(path)
-    seen = after.number if isinstance(after, WeightVersion) else after
+    seen = after.number if isinstance(after, WeightVersion) else after or 0
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
         newest = max(list_numbers(directory), default=0)

@@ -16,7 +16,7 @@ from pathlib import Path
 from rankless.errors import InvalidArgumentError, NoCheckpointError, RanklessError, StorageError, WeightsConflictError
 from rankless.formats.safetensors import has_our_checksums
 from rankless.formats.weights.version_files import list_numbers, manifest_path, read_manifest
-from rankless.ondisk.weight_versions import VersionKey, VersionManifest, encode_version
+from rankless.ondisk.weight_versions import VersionKey, VersionManifest, anchor_name, delta_name, encode_version
 from rankless.storage.store import store_of
 
 _FOLDER_NAME = re.compile(r"(anchor|delta)-([0-9]+)-([0-9a-f]{16})")
@@ -26,16 +26,6 @@ _ABANDONED_SECONDS = 3600.0
 
 #: The small files that a save of a model writes next to its model files.
 _SMALL = re.compile(r"[\w.-]+\.json")
-
-
-def anchor_name(key: VersionKey) -> str:
-    """Return the name of the folder of an anchor."""
-    return f"anchor-{key.number}-{key.id}"
-
-
-def delta_name(key: VersionKey) -> str:
-    """Return the name of the folder of the parts of a version."""
-    return f"delta-{key.number}-{key.id}"
 
 
 @dataclass(frozen=True)
@@ -53,14 +43,28 @@ class WeightsDirectory:
             raise InvalidArgumentError(f"{self.path} is a file: pass the folder that versions are published into")
 
 
-def commit_version(directory: Path, manifest: VersionManifest) -> None:
-    """Create the manifest of a version: it is published. Raises ``WeightsConflictError`` if there is one."""
+def commit_version(directory: Path, manifest: VersionManifest) -> str:
+    """Create the manifest of a version: it is published. Return what changes if the manifest does.
+
+    Raises ``WeightsConflictError`` if there is one, or a newer one: another publisher has gone on while this one did
+    not run. What has no way to it any more is removed again then.
+    """
     path = manifest_path(directory, manifest.number)
-    if not store_of(path).create_small(path, encode_version(manifest)):
-        raise WeightsConflictError(
-            f"another publisher has published version {manifest.number} in {directory}: let only one job publish into "
-            "a directory. The next publication of this job is a whole model"
-        )
+    store = store_of(path)
+    if not store.create_small(path, encode_version(manifest)):
+        raise _conflict(directory, manifest.number)
+    newest = max(list_numbers(directory), default=manifest.number)
+    if newest > manifest.number:
+        remove_version(directory, manifest)
+        raise _conflict(directory, newest)
+    return store.file_version(path)
+
+
+def _conflict(directory: Path, number: int) -> WeightsConflictError:
+    return WeightsConflictError(
+        f"another publisher has published version {number} in {directory}: let only one job publish into a directory. "
+        "The next publication of this job is a whole model"
+    )
 
 
 def is_committed(directory: Path, key: VersionKey) -> bool:
@@ -71,7 +75,10 @@ def is_committed(directory: Path, key: VersionKey) -> bool:
 
 
 def find_outdated(directory: Path, keep: int) -> list[VersionManifest]:
-    """Return the versions that are older than the newest ``keep`` anchors, oldest first."""
+    """Return the versions that are older than the newest ``keep`` anchors, newest first.
+
+    They must be removed in this order: a version must not outlive what it is based on.
+    """
     anchors = 0
     outdated: list[VersionManifest] = []
     for number in reversed(list_numbers(directory)):
@@ -80,7 +87,7 @@ def find_outdated(directory: Path, keep: int) -> list[VersionManifest]:
             if anchors >= keep:
                 outdated.append(manifest)
             anchors += manifest.is_anchor
-    return outdated[::-1]
+    return outdated
 
 
 def remove_version(directory: Path, manifest: VersionManifest) -> None:

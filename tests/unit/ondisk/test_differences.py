@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 import tracemalloc
@@ -97,7 +98,7 @@ def test_differences_add_up() -> None:
         following[np.random.default_rng(seed).random(5000) < 0.2] += np.uint16(40_000)
         versions.append(following)
     total = np.zeros_like(versions[0])
-    for old, new in zip(versions, versions[1:], strict=False):
+    for old, new in itertools.pairwise(versions):
         encoded = encode_range(old, new)
         assert encoded is not None
         decode_range(stored(encoded, old)).apply(total)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -327,7 +326,7 @@ class TestFollowedFolders:
                 publisher.publish(training.model)
                 follower.update()
         assert (followed / "config.json").read_text() == "mine"
-        assert sorted(name[:2] for name in os.listdir(followed) if name[0].isdigit()) == ["1-", "3-", "4-"]
+        assert sorted(path.name[:2] for path in followed.iterdir() if path.name[0].isdigit()) == ["1-", "3-", "4-"]
 
     @pytest.mark.parametrize("kind", ["folder", "file", "link"])
     def test_something_else_at_current_is_refused(self, tmp_path: Path, training: Training, kind: str) -> None:

@@ -77,6 +77,10 @@ class LayeredSource(msgspec.Struct, frozen=True, eq=False):
     offset: int
     layers: tuple[Layer, ...]
 
+    def __repr__(self) -> str:
+        """Return the path of the file, for messages."""
+        return str(self.file)
+
     def read(self, offset: int, into: memoryview, readers: ReaderPool) -> None:
         """Fill ``into`` with the bytes of the changed tensor from ``offset`` on."""
         readers.read(self.file, self.offset + offset, into)

@@ -8,50 +8,48 @@ is right is proven by the CRCs of the version, so the bytes of streams are not v
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from rankless.errors import CorruptCheckpointError
 from rankless.formats.safetensors import SafetensorsFile
+from rankless.formats.weights.recently_used import RecentlyUsed
 from rankless.ondisk import block_crcs
-from rankless.ondisk.differences import RAW, DecodedRange, StoredRange, Words, decode_range, word_type
+from rankless.ondisk.differences import PLANES, RAW, DecodedRange, StoredRange, Words, decode_range, word_type
 from rankless.ondisk.weight_versions import (
+    CHANGED,
     COLUMNS,
+    COUNT,
     DATA,
+    ENCODING,
+    FIRST_SIZE,
     LARGEST_PART,
-    MOST_RANGES,
+    MOST_WORDS,
+    OFFSET,
     RANGES,
-    PartRange,
+    START,
+    TENSOR,
     PublishedFile,
-    split_rows,
 )
 from rankless.storage.reader_pool import ReaderPool
 from rankless.storage.store import store_of
 
 #: The most bytes of decoded ranges that are kept: reads of neighbouring bytes need one range several times.
-_KEPT_BYTES = 48 * 2**20
+_KEPT_BYTES = 16 * 2**20
 
-#: The bytes of an object that are requested at a time.
-_REQUESTED_BYTES = 8 * 2**20
+#: The bytes of an object that are requested at a time, and the most that are kept.
+_REQUESTED_BYTES, _MOST_REQUESTED = 4 * 2**20, 32 * 2**20
 
+#: Ranges with more changed words are decoded one at a time: a publisher writes few, and they take much memory.
+_MANY_CHANGED = 2**19
 
-#: The part and two numbers that name what is kept.
-_Key = tuple[Path, int, int]
-
-
-class _HasSize(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-
-Kept = TypeVar("Kept", bound=_HasSize)
+#: The rows of a table, as signed integers of 64 bits.
+_Table = npt.NDArray[np.int64]
 
 
 class TensorWords(msgspec.Struct, frozen=True):
@@ -73,12 +71,17 @@ class TensorWords(msgspec.Struct, frozen=True):
 
 
 class DifferencePart(msgspec.Struct, frozen=True, eq=False):
-    """A part whose table was read. ``ranges`` are by the number of the tensor, each list in order."""
+    """A part whose table was read, and checked."""
 
     path: Path
     data_start: int
     data_size: int
-    ranges: Mapping[int, Sequence[PartRange]]
+    table: _Table
+
+    def rows_of(self, tensor: int) -> _Table:
+        """Return the rows of a tensor, in order."""
+        first, last = np.searchsorted(self.table[:, TENSOR], [tensor, tensor + 1]).tolist()
+        return self.table[first:last]
 
 
 def open_part(folder: Path, part: PublishedFile, tensors: Sequence[TensorWords]) -> DifferencePart:
@@ -90,8 +93,8 @@ def open_part(folder: Path, part: PublishedFile, tensors: Sequence[TensorWords])
     size = file.header.size + sum(entry.nbytes for entry in entries.values())
     if table is None or data is None or len(entries) != len((RANGES, DATA)) or size != part.size or size > LARGEST_PART:
         raise CorruptCheckpointError(f"{path} is not the part of a version that its manifest names")
-    rows = len(table.shape) and table.shape[0]
-    if (table.dtype, table.shape, data.dtype) != ("I64", (rows, COLUMNS), "U8") or rows > MOST_RANGES:
+    rows = table.shape[0] if table.shape else 0
+    if (table.dtype, table.shape, data.dtype) != ("I64", (rows, COLUMNS), "U8"):
         raise CorruptCheckpointError(f"{path} has no table of ranges that a publisher writes")
     raw = bytearray(table.nbytes)
     with store_of(path).open_reader(path) as reader:
@@ -100,65 +103,46 @@ def open_part(folder: Path, part: PublishedFile, tensors: Sequence[TensorWords])
     crcs = [block_crcs.crc64(memoryview(raw)[at : at + block_crcs.BLOCK_BYTES]) for at in blocks]
     if crcs != file.crcs.get(RANGES):
         raise CorruptCheckpointError(f"the table of ranges in {path} does not match its CRC: it is corrupt")
-    ranges = split_rows(np.frombuffer(raw, "<i8").reshape(-1, COLUMNS).tolist(), data.nbytes, str(path))
-    start = file.header.size + data.data_offsets[0]
-    return DifferencePart(path, start, data.nbytes, _by_tensor(ranges, tensors, path))
+    checked = np.frombuffer(raw, "<i8").reshape(-1, COLUMNS)
+    _check_table(checked, data.nbytes, tensors, path)
+    return DifferencePart(path, file.header.size + data.data_offsets[0], data.nbytes, checked)
 
 
-def _by_tensor(
-    ranges: Sequence[PartRange], tensors: Sequence[TensorWords], path: Path
-) -> Mapping[int, Sequence[PartRange]]:
-    by_tensor: dict[int, list[PartRange]] = {}
-    for row in ranges:
-        if row.tensor >= len(tensors) or row.stop > tensors[row.tensor].count:
-            raise CorruptCheckpointError(f"{path} is corrupt: it has a range that is in no tensor of its version")
-        width = tensors[row.tensor].word.itemsize
-        first, last = row.start * width // block_crcs.BLOCK_BYTES, (row.stop * width - 1) // block_crcs.BLOCK_BYTES
-        if first != last:  # it bounds the memory of a reader
-            raise CorruptCheckpointError(f"{path} is corrupt: it has a range in two blocks of a tensor")
-        by_tensor.setdefault(row.tensor, []).append(row)
-    return by_tensor
+def _check_table(table: _Table, data_size: int, tensors: Sequence[TensorWords], path: Path) -> None:
+    """Raise ``CorruptCheckpointError`` unless all rows are ranges of tensors, in order, whose streams are there."""
+    widths = np.array([tensor.word.itemsize for tensor in tensors], np.int64)
+    counts = np.array([tensor.count for tensor in tensors], np.int64)
+    tensor, start, count, changed = (table[:, column] for column in (TENSOR, START, COUNT, CHANGED))
+    sizes = table[:, FIRST_SIZE:]
+    is_bounded = (table >= 0).all() and (tensor < len(tensors)).all()
+    is_bounded = is_bounded and (count <= MOST_WORDS).all() and (count >= 1).all() and (changed >= 1).all()
+    is_bounded = is_bounded and (changed <= count).all() and (start <= counts[tensor] - count).all()
+    if not is_bounded or not _ascend(table):
+        raise CorruptCheckpointError(f"{path} is corrupt: its ranges overlap, or are in no tensor of its version")
+    width = widths[tensor]
+    first, last = start * width // block_crcs.BLOCK_BYTES, ((start + count) * width - 1) // block_crcs.BLOCK_BYTES
+    nbytes = sizes.sum(axis=1) if (sizes <= data_size).all() else None
+    if nbytes is None or (first != last).any() or (nbytes > count * width).any():
+        raise CorruptCheckpointError(f"{path} is corrupt: it has a range in two blocks, or with too many bytes")
+    if (table[:, OFFSET] > data_size - nbytes).any():
+        raise CorruptCheckpointError(f"{path} is corrupt: the bytes of a range are not there")
 
 
-class RecentlyUsed(Generic[Kept]):
-    """What was made last, by part and position. Of several threads that ask for one thing, one makes it."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self._kept: OrderedDict[_Key, Kept] = OrderedDict()
-        self._nbytes, self._most = 0, most_bytes
-        self._lock = threading.Lock()
-        self._turns: dict[_Key, threading.Lock] = {}
-
-    def find(self, key: _Key, make: Callable[[], Kept]) -> Kept:
-        """Return what is kept, or make it."""
-        with self._lock:
-            turn = self._turns.setdefault(key, threading.Lock())
-        with turn:
-            with self._lock:
-                kept = self._kept.get(key)
-                if kept is not None:
-                    self._kept.move_to_end(key)
-            if kept is None:
-                kept = make()
-                self._keep(key, kept)
-        return kept
-
-    def _keep(self, key: _Key, made: Kept) -> None:
-        with self._lock:
-            self._kept[key] = made
-            self._nbytes += made.nbytes
-            while self._nbytes > self._most and len(self._kept) > 1:
-                old, forgotten = self._kept.popitem(last=False)
-                self._turns.pop(old, None)
-                self._nbytes -= forgotten.nbytes
+def _ascend(table: _Table) -> bool:
+    """Return whether the rows are in order, and do not overlap."""
+    before, after = table[:-1], table[1:]
+    is_later = before[:, TENSOR] < after[:, TENSOR]
+    is_behind = (before[:, TENSOR] == after[:, TENSOR]) & (before[:, START] + before[:, COUNT] <= after[:, START])
+    return bool((is_later | is_behind).all())
 
 
 class PartCaches:
-    """What the layers of a version keep: decoded ranges, and the bytes that were requested of objects."""
+    """What the layers of a version keep, and a turn for what takes much memory."""
 
     def __init__(self) -> None:
         self.decoded = RecentlyUsed[DecodedRange](_KEPT_BYTES)
-        self._requested = RecentlyUsed[memoryview](_KEPT_BYTES)
+        self._requested = RecentlyUsed[memoryview](_MOST_REQUESTED)
+        self.turn = threading.Lock()
 
     def read(self, part: DifferencePart, offset: int, into: memoryview, readers: ReaderPool) -> None:
         """Fill ``into`` with the data of a part from ``offset`` on. Neighbouring ranges of an object share requests."""
@@ -176,7 +160,7 @@ class PartCaches:
                 readers.read(part.path, part.data_start + start, requested)
                 return requested
 
-            piece = self._requested.find((part.path, window, -1), request)[skipped : skipped + len(into) - done]
+            piece = self._requested.find((part.path, window), request)[skipped : skipped + len(into) - done]
             into[done : done + len(piece)] = piece
             done += len(piece)
 
@@ -184,12 +168,13 @@ class PartCaches:
 class DifferenceLayer(msgspec.Struct, frozen=True, eq=False):
     """The changes of one tensor by one delta: a :class:`rankless.engine.io.tensor_sources.Layer`.
 
-    ``rows`` are the ranges of all parts, in order, each with its part. ``starts`` are their first words.
+    ``rows`` are the ranges of all parts, in order, and ``owners`` the numbers of their parts.
     """
 
     tensor: TensorWords
-    rows: Sequence[tuple[PartRange, DifferencePart]]
-    starts: Sequence[int]
+    rows: _Table
+    owners: npt.NDArray[np.int64]
+    parts: Sequence[DifferencePart]
     caches: PartCaches
 
     @classmethod
@@ -200,50 +185,57 @@ class DifferenceLayer(msgspec.Struct, frozen=True, eq=False):
 
         Raises ``CorruptCheckpointError`` if ranges of two parts overlap.
         """
-        rows = [(row, part) for part in parts for row in part.ranges.get(number, ())]
-        rows.sort(key=lambda item: item[0].start)
-        for (one, part), (two, _) in pairwise(rows):
-            if one.stop > two.start:
-                raise CorruptCheckpointError(f"{part.path} has a range of {tensor.name!r} that another part has, too")
-        return cls(tensor, rows, [row.start for row, _ in rows], caches) if rows else None
+        of_parts = [part.rows_of(number) for part in parts]
+        rows = np.concatenate(of_parts) if of_parts else np.empty((0, COLUMNS), np.int64)
+        if not len(rows):
+            return None
+        owners = np.repeat(np.arange(len(parts)), [len(of_part) for of_part in of_parts])
+        order = np.argsort(rows[:, START], kind="stable")
+        rows, owners = rows[order], owners[order]
+        if not _ascend(rows):
+            raise CorruptCheckpointError(
+                f"{parts[int(owners[0])].path} has a range of {tensor.name!r} that another part has, too"
+            )
+        return cls(tensor, rows, owners, parts, caches)
 
     def apply(self, offset: int, data: memoryview, readers: ReaderPool) -> None:
         """See :class:`rankless.engine.io.tensor_sources.Layer`."""
-        word = self.tensor.word
-        words = np.frombuffer(data, word)
-        first = offset // word.itemsize
-        last = first + len(words)
-        for row, part in self.rows[max(0, bisect_right(self.starts, first) - 1) :]:
-            if row.start >= last:
-                return
-            low, high = max(row.start, first), min(row.stop, last)
-            if low < high:
-                self._apply_row(row, part, low - row.start, words[low - first : high - first], readers)
+        words = np.frombuffer(data, self.tensor.word)
+        first = offset // words.itemsize
+        for number in self._overlapping(first, first + len(words)):
+            start, count = self.rows[number, START : COUNT + 1].tolist()
+            low, high = max(start, first), min(start + count, first + len(words))
+            self._apply_row(number, low - start, words[low - first : high - first], readers)
+
+    def _overlapping(self, first: int, last: int) -> Iterator[int]:
+        """Yield the numbers of the rows that have some of the words ``[first, last)``."""
+        starts = self.rows[:, START]
+        low, high = int(np.searchsorted(starts, first, "right")) - 1, int(np.searchsorted(starts, last))
+        for number in range(max(low, 0), high):
+            if self.rows[number, START] + self.rows[number, COUNT] > first:
+                yield number
 
     def replaces(self, first: int, last: int) -> bool:
         """Return whether some of the words ``[first, last)`` are replaced, and nothing is added to them."""
-        return any(row.encoding == RAW and row.start < last and first < row.stop for row, _ in self.rows)
+        return any(self.rows[number, ENCODING] == RAW for number in self._overlapping(first, last))
 
-    def _apply_row(
-        self,
-        row: PartRange,
-        part: DifferencePart,
-        start: int,
-        words: Words,
-        readers: ReaderPool,
-    ) -> None:
-        if row.encoding == RAW and row.nbytes == row.count * words.itemsize:
-            self.caches.read(part, row.offset + start * words.itemsize, words.view(np.uint8).data, readers)
+    def _apply_row(self, number: int, start: int, words: Words, readers: ReaderPool) -> None:
+        row, part = self.rows[number].tolist(), self.parts[int(self.owners[number])]
+        if row[ENCODING] == RAW and sum(row[FIRST_SIZE:]) == row[COUNT] * words.itemsize:
+            into = words.view(np.uint8).data
+            self.caches.read(part, row[OFFSET] + start * words.itemsize, into, readers)
             return
-        decoded = self.caches.decoded.find((part.path, row.tensor, row.start), lambda: self._decode(row, part, readers))
-        decoded.apply(words, start)
+        key = part.path, self.tensor.name, row[START]
+        self.caches.decoded.find(key, lambda: self._decode(row, part, readers)).apply(words, start)
 
-    def _decode(self, row: PartRange, part: DifferencePart, readers: ReaderPool) -> DecodedRange:
-        word, subject = self.tensor.word, f"{part.path}: the range of {self.tensor.name!r} from word {row.start} on"
-        if row.nbytes > row.count * word.itemsize:
-            raise CorruptCheckpointError(f"{subject} has {row.nbytes} bytes for {row.count} words: it is corrupt")
-        raw = memoryview(bytearray(row.nbytes))
-        self.caches.read(part, row.offset, raw, readers)
-        first, second = row.sizes[0], row.sizes[0] + row.sizes[1]
-        streams = (raw[:first], raw[first:second], raw[second:])
-        return decode_range(StoredRange(row.encoding, row.changed, row.count, word, streams, subject))
+    def _decode(self, row: Sequence[int], part: DifferencePart, readers: ReaderPool) -> DecodedRange:
+        sizes = row[FIRST_SIZE:]
+        raw = memoryview(bytearray(sum(sizes)))
+        self.caches.read(part, row[OFFSET], raw, readers)
+        streams = (raw[: sizes[0]], raw[sizes[0] : sizes[0] + sizes[1]], raw[sizes[0] + sizes[1] :])
+        subject = f"{part.path}: the range of {self.tensor.name!r} from word {row[START]} on"
+        stored = StoredRange(row[ENCODING], row[CHANGED], row[COUNT], self.tensor.word, streams, subject)
+        if row[CHANGED] <= _MANY_CHANGED and row[ENCODING] != PLANES:
+            return decode_range(stored)
+        with self.caches.turn:
+            return decode_range(stored)

@@ -49,8 +49,10 @@ def find_route(
     """Return the way to ``target`` with the fewest bytes to read.
 
     ``have`` are versions that the reader has at no cost. ``avoided`` are folders whose files are missing or corrupt.
-    Raises ``NoCheckpointError`` if there is no way, because versions were removed.
+    Raises ``NoCheckpointError`` if there is no way, because versions were removed; ``CorruptCheckpointError`` if the
+    manifest of one is corrupt.
     """
+    corrupt: list[CorruptCheckpointError] = []
     known: dict[VersionKey, VersionManifest] = {target.key: target}
     seen: set[VersionKey] = set()
     order = count()
@@ -62,10 +64,12 @@ def find_route(
         if way.start in seen:
             continue
         seen.add(way.start)
-        manifest = known.get(way.start) or _find_manifest(way.start, read_manifest)
+        manifest = known.get(way.start) or _find_manifest(way.start, read_manifest, corrupt)
         if manifest is not None:
             for longer in _extend(way, manifest, avoided):
                 heapq.heappush(ways, (longer.nbytes, next(order), longer))
+    if corrupt:
+        raise corrupt[0]
     raise NoCheckpointError(f"no way leads to version {target.number}: versions that it is based on were removed")
 
 
@@ -78,11 +82,16 @@ def _extend(way: Route, manifest: VersionManifest, avoided: Collection[str]) -> 
         yield Route(delta.base, "", steps, way.nbytes + delta.nbytes)
 
 
-def _find_manifest(key: VersionKey, read_manifest: ReadManifest) -> VersionManifest | None:
-    """Return the manifest of a version; ``None`` if it was removed, is corrupt, or is that of another publisher."""
+def _find_manifest(
+    key: VersionKey, read_manifest: ReadManifest, corrupt: list[CorruptCheckpointError]
+) -> VersionManifest | None:
+    """Return the manifest of a version; ``None`` if it was removed, is ``corrupt``, or is that of another publisher."""
     try:
         manifest = read_manifest(key.number)
-    except (NoCheckpointError, CorruptCheckpointError):
+    except NoCheckpointError:
+        return None
+    except CorruptCheckpointError as error:
+        corrupt.append(error)
         return None
     return manifest if manifest.key == key else None
 

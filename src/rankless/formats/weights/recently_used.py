@@ -1,0 +1,52 @@
+"""What was made last, and may be needed again: decoded ranges, and the bytes that were requested of objects."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, Protocol, TypeVar
+
+
+class _HasSize(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+Kept = TypeVar("Kept", bound=_HasSize)
+
+
+class RecentlyUsed(Generic[Kept]):
+    """What was made last, by a key, up to a number of bytes. Of several threads that ask for one thing, one makes it.
+
+    The threads that read a version ask for what they need.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._kept: OrderedDict[Hashable, Kept] = OrderedDict()
+        self._nbytes, self._most = 0, most_bytes
+        self._lock = threading.Lock()
+        self._turns: dict[Hashable, threading.Lock] = {}
+
+    def find(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
+        """Return what is kept, or make it."""
+        with self._lock:
+            turn = self._turns.setdefault(key, threading.Lock())
+        with turn:
+            with self._lock:
+                kept = self._kept.get(key)
+                if kept is not None:
+                    self._kept.move_to_end(key)
+            if kept is None:
+                kept = make()
+                self._keep(key, kept)
+        return kept
+
+    def _keep(self, key: Hashable, made: Kept) -> None:
+        with self._lock:
+            self._kept[key] = made
+            self._nbytes += made.nbytes
+            while self._nbytes > self._most and len(self._kept) > 1:
+                old, forgotten = self._kept.popitem(last=False)
+                self._turns.pop(old, None)
+                self._nbytes -= forgotten.nbytes
