@@ -27,7 +27,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ import torch
 
 import rankless
 from rankless.errors import RanklessError
-from tests.helpers.fake_http import BUCKET, FakeStore
+from tests.helpers.fake_http import BUCKET, FakeStore, disconnect
 from tests.helpers.fake_s3 import FakeS3, store_at
 
 KINDS = ("disk", "memory", "store")
@@ -81,6 +81,8 @@ class Scene:
     events: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
     published: dict[int, tuple[str, int]] = field(default_factory=dict)
+    #: Lets requests of a store fail, or not.
+    let_fail: Callable[[bool], None] = lambda on: None  # noqa: ARG005
 
     @property
     def log(self) -> Path:
@@ -127,6 +129,7 @@ class Scene:
         )
         self.events[event] += 1
         first = self._next_step()
+        self.let_fail(True)
         publisher, follower = _fork(lambda: self.publish(first)), _fork(self.follow)
         time.sleep(self.generator.random() * _SECONDS)
         if event in {"kill publisher", "kill both"}:
@@ -142,6 +145,7 @@ class Scene:
         os.waitpid(publisher, 0)
         os.kill(follower, signal.SIGKILL)
         os.waitpid(follower, 0)
+        self.let_fail(False)
         self._check(event)
 
     def _next_step(self) -> int:
@@ -224,13 +228,11 @@ def open_scene(kind: str, seed: int) -> Iterator[Scene]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weights-", dir=parent)))
         weights: Any = folder / "weights"
-        faults: AbstractContextManager[None] = nullcontext()
+        scene = Scene(weights, folder, random.Random(seed))
         if kind == "store":
             server = FakeS3()
             url = stack.enter_context(server.served())
-            weights, faults = store_at(url).path(f"{BUCKET}/weights"), _with_faults(server, seed)
-        stack.enter_context(faults)
-        scene = Scene(weights, folder, random.Random(seed))
+            scene.weights, scene.let_fail = store_at(url).path(f"{BUCKET}/weights"), _faults_of(server, seed)
         yield scene
         if scene.violations:
             shutil.copytree(
@@ -238,14 +240,20 @@ def open_scene(kind: str, seed: int) -> Iterator[Scene]:
             )
 
 
-@contextmanager
-def _with_faults(server: FakeStore, seed: int) -> Iterator[None]:
-    """Let a few requests fail, before or after their effect, and lists be late, as the store of the tests can."""
+def _faults_of(server: FakeStore, seed: int) -> Callable[[bool], None]:
+    """Return what lets some requests fail, before or after their effect, and lists be late; or ends that."""
     generator = random.Random(seed + 1)
-    faults = getattr(server, "set_random_faults", None)
-    if faults is not None:
-        faults(generator)
-    yield
+
+    def break_some(request: object, stage: str) -> None:
+        del request, stage
+        if generator.random() < _BROKEN:
+            disconnect()
+
+    def switch(on: bool) -> None:
+        server.on_request = break_some if on else lambda request, stage: None  # noqa: ARG005
+        server.list_lag = _LIST_LAG if on else 0.0
+
+    return switch
 
 
 def main() -> int:
