@@ -41,8 +41,8 @@ from tests.helpers.fake_s3 import FakeS3, store_at
 
 KINDS = ("disk", "memory", "store")
 
-#: The elements of the tensors, and after how many versions an anchor comes.
-_SIZES, _ANCHOR_EVERY = (4000, 700, 1), 5
+#: The elements of the tensors, after how many versions an anchor comes, and how many anchors are kept.
+_SIZES, _ANCHOR_EVERY, _KEPT = (4000, 700, 1), 5, 2
 
 #: The versions that a publisher publishes unless it is killed, and the longest time until an event.
 _VERSIONS, _SECONDS = 8, 0.25
@@ -97,7 +97,7 @@ class Scene:
     def publish(self, first: int, versions: int = _VERSIONS) -> None:
         """Publish versions from a step on, and log each that is published. Runs in a process of its own."""
         publisher = rankless.WeightPublisher(
-            self.weights, anchor_every=_ANCHOR_EVERY, keep=2, on_failure="warn", async_save=first % 2 == 0
+            self.weights, anchor_every=_ANCHOR_EVERY, keep=_KEPT, on_failure="warn", async_save=first % 2 == 0
         )
         with self.log.open("a") as log, warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -160,7 +160,8 @@ class Scene:
     def _check(self, event: str) -> None:
         self._read_log()
         listed = {version.number: version for version in rankless.list_weight_versions(self.weights)}
-        oldest = min(listed, default=0)
+        anchors = sorted(number for number, version in listed.items() if version.is_anchor)
+        oldest = anchors[-_KEPT] if len(anchors) >= _KEPT else 0  # older ones may be removed, in any number
         for number, (identity, step) in self.published.items():
             if number >= oldest and (number not in listed or listed[number].id != identity):
                 self._violate(event, f"version {number}, which wait() has returned for step {step}, is lost")

@@ -133,7 +133,7 @@ def damage(run: Path) -> str:
     """Return how many tensors of the visible checkpoints have wrong bytes; ``""`` if none. Files are read directly."""
     wrong = []
     for folder in sorted(run.iterdir()):
-        if parse_hidden_name(folder.name) is None:
+        if not folder.name.startswith(".") and parse_hidden_name(folder.name) is None:
             step = json.loads((folder / "state.json").read_bytes())["user_content"]["step"]
             expected, tensors = whole_model(step), dict[str, torch.Tensor]()
             for file in folder.glob("model/*.safetensors"):

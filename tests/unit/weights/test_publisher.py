@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import rankless
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError, NoCheckpointError, WeightsConflictError
+from rankless.formats.weights import version_reader
+from rankless.ondisk.block_crcs import crc64
 from rankless.storage.object_path import ObjectPath
+from rankless.weights import published_copy, version_output, weights_folders
 from tests.helpers.corruption import flip_tensor_bit
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3, store_at
@@ -408,3 +419,192 @@ def test_in_a_bucket_with_a_model_that_follows(training: Training, tmp_path: Pat
 def test_wrong_arguments(tmp_path: Path, options: dict[str, object], text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         rankless.WeightPublisher(tmp_path / "weights", **options)  # type: ignore[arg-type]
+
+
+class TestOtherJobsAndProcesses:
+    """What an attack has found: each case once published a version that nobody could read, or hid a failure."""
+
+    def test_a_forked_process_begins_anew(self, training: Training, tmp_path: Path) -> None:
+        publisher = rankless.WeightPublisher(tmp_path / "weights", async_save=False)
+        publisher.publish(training.model, step=0)
+        training.step()
+        process = os.fork()
+        if not process:
+            try:
+                publisher.publish(training.model, step=1)
+            finally:
+                os._exit(0)
+        os.waitpid(process, 0)
+        versions = rankless.list_weight_versions(tmp_path / "weights")
+        assert [version.is_anchor for version in versions] == [True, True]
+        rankless.load_model(Net(), tmp_path / "weights")
+
+    def test_no_memory_for_the_copy(self, training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        publisher = rankless.WeightPublisher(tmp_path / "weights", async_save=False, keep=None)
+        with monkeypatch.context() as patch:
+            patch.setattr(published_copy, "aligned_buffer", no_memory)
+            publisher.publish(training.model)
+            training.step()
+            publisher.publish(training.model)
+        for _ in range(3):
+            training.step()
+            publisher.publish(training.model)
+            model = Net()
+            rankless.load_model(model, tmp_path / "weights")
+            assert torch.equal(model.up.weight, training.model.up.weight)
+        sizes = [version.written_bytes for version in rankless.list_weight_versions(tmp_path / "weights")]
+        assert sizes[4] < sizes[1]
+
+    def test_a_directory_that_was_made_anew(self, training: Training, tmp_path: Path) -> None:
+        """Another publisher has reached the same number: only the id says that it is another version."""
+        weights = tmp_path / "weights"
+        first = rankless.WeightPublisher(weights, async_save=False)
+        first.publish(training.model, step=0)
+        follower = rankless.WeightFollower(weights, tmp_path / "followed")
+        follower.update()
+        before = files_of(tmp_path / "followed/current")
+        shutil.rmtree(weights)
+        training.step()
+        rankless.WeightPublisher(weights, async_save=False).publish(training.model, step=0)
+        with pytest.raises(WeightsConflictError):
+            first.publish(training.model, step=1)
+        with pytest.raises(rankless.StateError, match="made anew"):
+            follower.update()
+        follower.close()
+        with (
+            rankless.WeightFollower(weights, tmp_path / "followed") as again,
+            pytest.raises(rankless.StateError, match="made anew"),
+        ):
+            again.update()
+        assert files_of(tmp_path / "followed/current") == before
+
+    def test_a_publisher_that_wakes_up_late(self, training: Training, tmp_path: Path) -> None:
+        """Its number was used, and removed again, while it did not run: what it creates is not left."""
+        weights = tmp_path / "weights"
+        late = rankless.WeightPublisher(weights, async_save=False)
+        late.publish(training.model, step=0)
+        create = weights_folders.commit_version
+
+        def commit_late(directory: Path, manifest: Any) -> str:
+            other = rankless.WeightPublisher(weights, anchor_every=1, keep=1, async_save=False)
+            with mock.patch.object(version_output, "commit_version", create):
+                for step in range(4):
+                    other.publish(training.model, step=step)
+            return create(directory, manifest)
+
+        training.step()
+        with mock.patch.object(version_output, "commit_version", commit_late), pytest.raises(WeightsConflictError):
+            late.publish(training.model, step=1)
+        assert [version.number for version in rankless.list_weight_versions(weights)] == [5]
+        rankless.load_model(Net(), weights)
+
+    def test_a_load_that_has_failed_is_tried_again(self, training: Training, tmp_path: Path) -> None:
+        with rankless.WeightPublisher(tmp_path / "weights") as publisher:
+            publisher.publish(training.model)
+        model = Net()
+        with rankless.WeightFollower(tmp_path / "weights", model) as follower:
+            with (
+                mock.patch("rankless.weights.follower.load_model", side_effect=KeyboardInterrupt),
+                pytest.raises(KeyboardInterrupt),
+            ):
+                follower.update()
+            assert follower.version is None
+            assert follower.update() is not None
+        assert torch.equal(model.up.weight, training.model.up.weight)
+
+    def test_versions_are_removed_while_they_are_followed(self, training: Training, tmp_path: Path) -> None:
+        weights = tmp_path / "weights"
+        publisher = rankless.WeightPublisher(weights, anchor_every=1, keep=1, async_save=False)
+        publisher.publish(training.model, step=0)
+        read = version_reader.WeightsReader.read_stored
+        is_first = [True]
+
+        def read_late(self: Any, *arguments: Any) -> None:
+            if is_first.pop() if is_first else False:
+                training.step()
+                publisher.publish(training.model, step=1)
+            read(self, *arguments)
+
+        with (
+            mock.patch.object(version_reader.WeightsReader, "read_stored", read_late),
+            rankless.WeightFollower(weights, tmp_path / "followed") as follower,
+        ):
+            assert follower.update().number == 2  # type: ignore[union-attr]
+        assert files_of(tmp_path / "followed/current") == files_of(next(weights.glob("anchor-2-*")))
+
+    def test_a_later_version_appears_although_the_one_before_has_failed(
+        self, training: Training, tmp_path: Path
+    ) -> None:
+        publisher = rankless.WeightPublisher(tmp_path / "weights", on_failure="warn")
+        publisher.publish(training.model, step=0)
+        publisher.wait()
+        with mock.patch.object(version_output, "commit_version", side_effect=rankless.StorageError(5, "broken")):
+            publisher.publish(training.model, step=1)
+            time.sleep(0.5)  # the failure is that of the background
+        with pytest.warns(UserWarning, match="was not published"):
+            handle = publisher.publish(training.model, step=2)
+        assert handle is not None
+        assert handle.wait().step == 2
+        publisher.wait()
+
+    def test_a_folder_in_memory_is_removed_at_the_end_of_the_process(self, training: Training, tmp_path: Path) -> None:
+        with rankless.WeightPublisher(tmp_path / "weights") as publisher:
+            publisher.publish({"w": torch.zeros(3)})
+        code = (
+            "import rankless, torch\n"
+            f"follower = rankless.WeightFollower({str(tmp_path / 'weights')!r}, {{'w': torch.ones(3)}})\n"
+            "follower.update()\nprint(follower.folder)"
+        )
+        result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+        assert not Path(result.stdout.strip()).exists()
+
+
+def no_memory(nbytes: int) -> Any:
+    raise MemoryError(nbytes)
+
+
+class TestHostileManifests:
+    """Manifests with right CRCs that no publisher writes."""
+
+    @pytest.fixture
+    def manifest(self, training: Training, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+        with rankless.WeightPublisher(tmp_path / "weights") as publisher:
+            for step in range(2):
+                training.step()
+                publisher.publish(training.model, step=step)
+        path = rankless.list_weight_versions(tmp_path / "weights")[-1].path
+        table = json.loads(path.read_text())
+        del table["crc64nvme"]
+        return path, table
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda table: table.update(folder="mydata"),
+            lambda table: table["anchor"].update(folder="mydata"),
+            lambda table: table["deltas"][0]["parts"][0].update(name="../precious.txt"),
+            lambda table: table["files"][0].update(name="/etc/passwd"),
+            lambda table: table["files"][0].update(data_start=2**40, size=2**41),
+            lambda table: table["files"][0].update(data_start=2**62),
+            lambda table: table["deltas"][0].update(parts=table["deltas"][0]["parts"] * 100),
+            lambda table: table["deltas"][0]["base"].update(number=2),
+            lambda table: table["deltas"][0]["base"].update(number=2**70),
+            lambda table: table.update(deltas=[]),
+            lambda table: table["files"].append(table["files"][0]),
+            lambda table: table.update(number=5),
+        ],
+    )
+    def test_is_refused(self, manifest: tuple[Path, dict[str, Any]], change: Callable[[Any], None]) -> None:
+        path, table = manifest
+        change(table)
+        body = json.dumps(table, separators=(",", ":")).encode().removesuffix(b"}")
+        path.write_bytes(body + b',"crc64nvme":"%016x"}\n' % crc64(body))
+        with pytest.raises((CorruptCheckpointError, NoCheckpointError)):
+            rankless.load_model(Net(), path)
+
+    def test_a_number_that_no_publisher_reaches_is_no_version(self, training: Training, tmp_path: Path) -> None:
+        (tmp_path / "weights/versions").mkdir(parents=True)
+        (tmp_path / "weights/versions/99999999999999999999.json").write_text("{}")
+        with rankless.WeightPublisher(tmp_path / "weights") as publisher:
+            publisher.publish(training.model)
+        assert [version.number for version in rankless.list_weight_versions(tmp_path / "weights")] == [1]
