@@ -16,7 +16,7 @@ from campaigns.fuzz import seeds
 from campaigns.fuzz.dcp_metadata import edit_metadata
 from campaigns.fuzz.mutations import mutate_file
 from campaigns.fuzz.read_check import ReadChecker
-from tests.helpers.sealed_checkpoints import reseal_checkpoint
+from tests.helpers.sealed_checkpoints import reseal_checkpoint, reseal_published
 
 
 class Violation(NamedTuple):
@@ -46,6 +46,8 @@ class Fuzzer:
         file.write_bytes(edit_metadata(raw, chance) if by_class else mutate_file(raw, file.name, chance))
         if kind == "native" and file.name != "manifest.json" and chance.random() < 0.7:
             reseal_checkpoint(path)
+        if kind == "weights" and chance.random() < 0.7:
+            reseal_published(file)
         problem = self.checker.find_problem(path)
         return path, Violation(kind, f"{self._seed}/{number} {file.name}", problem) if problem else None
 

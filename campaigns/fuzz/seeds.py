@@ -35,6 +35,7 @@ def create_seeds(folder: Path) -> dict[str, Path]:
     for to, options in CONVERTED.items():
         name = "c.safetensors" if to == "safetensors" else "c.ckpt"
         made[to] = rankless.convert(native, folder / to / name, to=to, **options)
+    made["weights"] = _publish_weights(folder / "published/c")
     made["dcp+checksums"] = folder / "dcp+checksums/c"
     dcp.save(_build_state(), storage_writer=FileSystemWriter(made["dcp+checksums"]), no_dist=True)
     if hasattr(dcp, "HuggingFaceStorageWriter"):  # from torch 2.8 on
@@ -82,6 +83,21 @@ def _save_native(run: Path) -> Path:
     content = {"step": 1, "name": "a", "table": torch.arange(50), "pair": (1, [torch.ones(2)])}
     rankless.save_checkpoint(run, "s", model, optimizer, scheduler, content, per_rank_content={"own": torch.ones(3)})
     return run / "s"
+
+
+def _publish_weights(folder: Path) -> Path:
+    """Publish an anchor, and deltas with each encoding."""
+    generator = torch.Generator().manual_seed(0)
+    state = {f"w{size}": torch.randn(size, generator=generator).bfloat16() for size in (3000, 200, 7)}
+    with rankless.WeightPublisher(folder, process_group="self", async_save=False) as publisher:
+        publisher.publish(state)
+        for step in range(3):
+            for tensor in state.values():
+                tensor[step :: 1 if step == 1 else 29] *= 1.01
+            if step == 2:
+                state["w200"] = torch.randn(200, generator=generator).bfloat16()
+            publisher.publish(state, step=step)
+    return folder
 
 
 def _save_deepspeed(path: Path, stage: int) -> Path:
