@@ -1,4 +1,4 @@
-"""Generates rollouts with a real vLLM that follows the weights of a policy. Run it beside train.py."""
+"""Generates rollouts with a real vLLM that follows the weights of a policy. Run it beside policy.py."""
 
 import json
 import sys

@@ -32,7 +32,7 @@ def test_a_policy_learns_from_the_rollouts_of_its_own_versions(tmp_path: Path) -
     )
     try:
         training = subprocess.run(
-            [*torchrun, str(_EXAMPLE / "train.py"), *arguments],
+            [*torchrun, str(_EXAMPLE / "policy.py"), *arguments],
             env={**environment, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
