@@ -24,7 +24,7 @@ from rankless.state.training import TrainingObjects
 
 
 class SavedTo(Protocol):
-    """Where a component is saved.
+    """The place that a component is saved to.
 
     It is a :class:`~rankless.components.destination.Destination`, or a directory of published weights.
     """

@@ -343,7 +343,7 @@ class CheckpointSelector:
             return _select_folder(resolved, path.name)
         if is_checkpoint(resolved):
             tag = os.fsencode(path.name).decode(errors="replace")  # for messages
-            return SelectedCheckpoint(os.fsencode(str(resolved)), tag)
+            return SelectedCheckpoint(os.fsencode(str(_newest_version(resolved))), tag)
         return self._select_latest_local(scan) if self._local else None
 
     def _resolve_tag(self, tag: str | Best) -> str | None:
@@ -379,6 +379,16 @@ class CheckpointSelector:
         tag = local.manifest.tag
         folder = os.fsencode(str(self._request.path / tag))
         return SelectedCheckpoint(folder, tag, local.manifest.id, generation=local.key)
+
+
+def _newest_version(path: Path) -> Path:
+    """Return the newest version of a directory of published weights, and any other path as it is.
+
+    All ranks load the version that rank 0 has found.
+    """
+    from rankless.formats.weights.version_files import find_newest  # noqa: PLC0415 - a native load needs none of it
+
+    return find_newest(path) or path
 
 
 def _as_latest(selected: SelectedCheckpoint, scan: RunScan, run: str, sequence: int) -> SelectedCheckpoint:

@@ -7,7 +7,7 @@ numbers, which Huffman codes store at their entropy. XOR, as others use, does no
 
 The publisher encodes in threads of each rank (:mod:`rankless.weights.version_parts`); readers decode
 (:mod:`rankless.formats.weights.difference_layer`). The encodings are parts of the format: see ``docs/format.md``.
-What a damaged or hostile part makes of them is refused by :func:`decode_range`, or by the CRCs of the version.
+What a corrupt or hostile part makes of them is refused by :func:`decode_range`, or by the CRCs of the version.
 """
 
 from __future__ import annotations

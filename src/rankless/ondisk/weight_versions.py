@@ -3,7 +3,7 @@
 A *weights directory* has a manifest for each version in ``versions/``. The exclusive creation of a manifest commits
 the version. A version may be an *anchor*, a folder as ``save_model`` writes it, and have *deltas*: parts that say how
 its model files differ from those of an older version, the base. The manifest has the headers of its model files, with
-the CRCs of their blocks, also if nobody wrote these files. So whoever puts a version together can prove it.
+the CRCs of their blocks, also if these files were never written. So a reader that puts a version together can prove it.
 
 Rank 0 of a publisher encodes manifests (:mod:`rankless.weights.version_output`), each rank its parts; readers decode
 them (:mod:`rankless.formats.weights`). All of it is a part of the format: see ``docs/format.md``.
@@ -98,7 +98,7 @@ class PublishedFile(msgspec.Struct, frozen=True):
     crc64nvme: Hex64
 
 
-class ModelFile(msgspec.Struct, frozen=True):
+class VersionFile(msgspec.Struct, frozen=True):
     """A model file of a version, of which a delta stores the header only.
 
     ``header`` is the JSON in the file; spaces follow up to ``data_start``. ``crc64nvme`` is that of the whole file.
@@ -158,7 +158,7 @@ class VersionManifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     folder: str
     anchor: Anchor
     deltas: list[Delta]
-    files: list[ModelFile]
+    files: list[VersionFile]
     small_files: list[PublishedFile]
 
     @property
@@ -225,7 +225,7 @@ def decode_version(raw: bytes, file: str) -> VersionManifest:
     return manifest
 
 
-def _check_padding(file: ModelFile, subject: str) -> None:
+def _check_padding(file: VersionFile, subject: str) -> None:
     """Raise ``CorruptCheckpointError`` unless the header of a model file is its text and a few spaces."""
     used = len(file.header.encode()) + LENGTH_BYTES
     if not used <= file.data_start <= min(file.size, used + _MOST_PADDING):
@@ -255,7 +255,7 @@ def _check_order(manifest: VersionManifest, file: str) -> None:
         raise CorruptCheckpointError(f"{file} is corrupt: a version cannot be based on itself or on a newer one")
 
 
-def decode_model_header(file: ModelFile, subject: str) -> SafetensorsHeader:
+def decode_model_header(file: VersionFile, subject: str) -> SafetensorsHeader:
     """Return the header of a model file of a version. Raises ``CorruptCheckpointError``."""
     return decode_header(file.header_bytes, file.size, f"{file.name} in {subject}")
 

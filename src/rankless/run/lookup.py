@@ -23,7 +23,6 @@ from rankless.errors import (
 from rankless.formats.detect import describe_contents, is_checkpoint, open_reader
 from rankless.formats.native import NativeReader, is_native, read_manifest
 from rankless.formats.reader import Reader
-from rankless.formats.weights.version_files import find_newest as find_newest_version
 from rankless.run.catalog import cached_checkpoints, find_checkpoint, is_run_directory, list_checkpoints
 from rankless.run.checkpoint_info import CheckpointInfo, displaced_checkpoints, is_rankless_checkpoint
 from rankless.run.folder_names import is_saved_folder
@@ -124,7 +123,7 @@ def _has_name_of_save(path: Path) -> bool:
 
 
 def resolve_checkpoint_path(path: Path) -> Path:
-    """Return ``path``, or the path that has the checkpoint of this tag; of published weights, the newest version.
+    """Return ``path``, or the path that has the checkpoint of this tag.
 
     In an object store the name of a folder is a tag and an id. On a file system a save that replaced a checkpoint may
     have died between two renames: then the checkpoint is in a hidden directory.
@@ -133,9 +132,9 @@ def resolve_checkpoint_path(path: Path) -> Path:
         is_in_bucket_root = path.parent == path.parent.parent or not path.parent.parts[1:]
         if is_in_bucket_root or is_native(path):
             return path
-        return run_store_of(path.parent).find_named(path.name) or find_newest_version(path) or path
+        return run_store_of(path.parent).find_named(path.name) or path
     if store_of(path).path_exists(path):
-        return find_newest_version(path) or path
+        return path
     displaced = (
         path.parent / hidden.name
         for hidden in displaced_checkpoints(posix.list_names(path.parent))

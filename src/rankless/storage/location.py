@@ -13,7 +13,7 @@ from pathlib import Path, PosixPath
 
 from rankless.errors import InvalidArgumentError
 from rankless.storage.object_path import ObjectPath, make_object_path
-from rankless.storage.posix import check_possible, local_path
+from rankless.storage.posix import local_path
 
 #: The first parts of paths that were made from URLs.
 _URL_PARTS = frozenset({"s3:", "gs:", "az:"})
@@ -40,7 +40,8 @@ def parse_location(path: str | PathLike[str]) -> Path:
     neither a text nor a path, or has a NUL.
     """
     if isinstance(path, ObjectPath):
-        check_possible(str(path))
+        if "\0" in path.key:
+            raise InvalidArgumentError(f"{str(path)!r} cannot be the path of an object: it has a NUL")
         return path
     if isinstance(path, str):
         path = path.removeprefix(RUN_PREFIX)

@@ -83,18 +83,13 @@ def local_path(path: str | PathLike[str]) -> Path:
         raise InvalidArgumentError(
             f"{path} is not a path of a file system; object stores are not supported here: use a local or shared folder"
         )
-    check_possible(os.fspath(path))
-    return Path(path).absolute()
-
-
-def check_possible(path: str | bytes) -> None:
-    """Raise ``InvalidArgumentError`` if neither a file nor an object can have a text as its path."""
     try:
         is_possible = b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:
         is_possible = False
     if not is_possible:
-        raise InvalidArgumentError(f"{path!r} cannot be a path: it has a NUL or a lone surrogate")
+        raise InvalidArgumentError(f"{str(path)!r} cannot be a path: it has a NUL or a lone surrogate")
+    return Path(path).absolute()
 
 
 def make_directory(path: Path) -> None:

@@ -27,7 +27,7 @@ _Statuses = Sequence[dict[str, Any]]
 
 
 class _Begun:
-    """What both kinds of engines need: the arguments, and what was reached."""
+    """The arguments of both kinds of followers, and the version that was reached."""
 
     def __init__(self, engine: Any, weights: str, *, folder: str | None = None, timeout: float = 600.0) -> None:
         self._engine = engine
@@ -161,7 +161,7 @@ def are_preparing(statuses: _Statuses) -> bool:
 def choose_prepared(statuses: _Statuses) -> int:
     """Return the version that all workers have prepared; 0 if there is none.
 
-    Raises ``StateError`` if a worker has failed: nobody may commit then.
+    Raises ``StateError`` if a worker has failed: no worker may commit then.
     """
     errors = [f"worker {rank}: {status['error']}" for rank, status in enumerate(statuses) if status["state"] == FAILED]
     numbers = {status["prepared"] for status in statuses}

@@ -80,7 +80,7 @@ class WorkerStatus:
 
 
 class FollowingWorker:
-    """What ``worker_extension_cls="rankless.vllm.weight_transfer.FollowingWorker"`` adds to the workers of vLLM."""
+    """The methods that ``worker_extension_cls="rankless.vllm.weight_transfer.FollowingWorker"`` adds to workers."""
 
     weight_transfer_engine: RanklessWeightTransfer | None
 

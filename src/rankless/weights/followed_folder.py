@@ -35,7 +35,7 @@ from rankless.formats.weights.routes import Route, find_route, remember_manifest
 from rankless.formats.weights.version_files import list_numbers, read_manifest
 from rankless.formats.weights.version_reader import WeightsReader
 from rankless.ondisk.block_crcs import BLOCK_BYTES, crc64
-from rankless.ondisk.weight_versions import ModelFile, VersionKey, VersionManifest, decode_model_header
+from rankless.ondisk.weight_versions import VersionFile, VersionKey, VersionManifest, decode_model_header
 from rankless.process.worker_threads import count_threads, run_in_threads
 from rankless.storage import posix
 from rankless.storage.atomic_rename import rename_path
@@ -57,6 +57,9 @@ _VERSION = re.compile(r"([1-9][0-9]*)-([0-9a-f]{16})")
 _PENDING = re.compile(r"\.(pending|current)-[0-9a-f]{16}")
 
 _LOCK = ".rankless-follow.lock"
+
+#: The most ways to a version that are tried with and without the current one.
+_WAYS = 3
 
 #: Errors of the folder that is written, and not of the directory that is read.
 _OF_THE_FOLDER = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
@@ -127,7 +130,7 @@ class FollowedFolder(ClosingMixin):
         manifest = read_manifest(directory, number)
         read = remember_manifests(lambda older: read_manifest(directory, older), {number: manifest})
         first: Exception | None = None
-        for route in self._iterate_routes(manifest, read):
+        for route in self._iterate_routes(directory, manifest, read):
             try:
                 return self._follow(directory, manifest, route)
             except (CorruptCheckpointError, NoCheckpointError, StorageError) as error:
@@ -140,25 +143,28 @@ class FollowedFolder(ClosingMixin):
             ) from first
         raise first or NoCheckpointError(f"no way leads to version {number} of {directory}")
 
-    def _iterate_routes(self, manifest: VersionManifest, read: Callable[[int], VersionManifest]) -> Iterator[Route]:
-        """Yield ways to a version: the cheapest, one without its parts, then both from an anchor."""
+    def _iterate_routes(
+        self, directory: Path, manifest: VersionManifest, read: Callable[[int], VersionManifest]
+    ) -> Iterator[Route]:
+        """Yield ways to a version: the cheapest, one over other parts, one from another anchor.
+
+        At first they may begin at the current version, then they must not. Raises ``NoCheckpointError`` without a way.
+        """
         tried = list[Route]()
-        have = [] if self.current is None else [self.current]
-        for known in (have, []):
-            avoided: set[str] = set()
-            for _ in range(2):
+        for have in ([] if self.current is None else [self.current], []):
+            avoided = set[str]()
+            for _ in range(_WAYS):
                 try:
-                    route = find_route(manifest, read, known, avoided)
+                    route = find_route(directory, manifest, read, have, avoided)
                 except NoCheckpointError:
-                    if not tried:
-                        continue
                     break
                 if route not in tried:
                     tried.append(route)
                     yield route
-                avoided = {step.folder for step in route.steps} - {manifest.folder}
+                parts = {step.folder for step in route.steps} - {manifest.folder} - avoided
+                avoided |= parts or {route.anchor}
         if not tried:
-            find_route(manifest, read)  # raises the error
+            find_route(directory, manifest, read)  # raises the error
 
     def _follow(self, directory: Path, manifest: VersionManifest, route: Route) -> FollowedVersion:
         is_own = not route.anchor
@@ -188,7 +194,7 @@ class FollowedFolder(ClosingMixin):
             posix.make_parents(pending, small.name)
             posix.write_small(pending / small.name, data)
 
-    def _write_model_file(self, reader: WeightsReader, file: ModelFile, base: Path | None, pending: Path) -> None:
+    def _write_model_file(self, reader: WeightsReader, file: VersionFile, base: Path | None, pending: Path) -> None:
         """Write a model file and prove each block, or link the file of the base if its bytes are the same."""
         target = pending / file.name
         posix.make_parents(pending, file.name)
@@ -234,7 +240,7 @@ def remove_if_abandoned(path: Path) -> None:
         lock.close()
 
 
-def _link(source: Path, target: Path, file: ModelFile) -> bool:
+def _link(source: Path, target: Path, file: VersionFile) -> bool:
     """Link a model file that has the bytes of tensors and the header of a version. Return whether it is linked."""
     identity = identify_file(source)
     if identity is None or identity.size != file.size:
@@ -255,7 +261,7 @@ class _Block(NamedTuple):
     crc: int
 
 
-def _list_blocks(reader: WeightsReader, file: ModelFile) -> Iterator[_Block]:
+def _list_blocks(reader: WeightsReader, file: VersionFile) -> Iterator[_Block]:
     """Yield the blocks of a model file in order."""
     header = decode_model_header(file, str(reader.path))
     for name, entry in sorted(header.entries.items(), key=lambda item: (item[1].data_offsets, item[0])):
@@ -266,7 +272,7 @@ def _list_blocks(reader: WeightsReader, file: ModelFile) -> Iterator[_Block]:
             yield _Block(name, start, stop, at + start, crc)
 
 
-def _write_blocks(reader: WeightsReader, file: ModelFile, target: Path | None) -> None:
+def _write_blocks(reader: WeightsReader, file: VersionFile, target: Path | None) -> None:
     """Read and prove all blocks of a model file, and write them with its header, unless it is there already.
 
     Raises ``CorruptCheckpointError``, which names the tensor and the block.

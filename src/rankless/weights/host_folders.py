@@ -40,7 +40,7 @@ _ATTEMPTS = 5
 
 @prepared
 class _Goal(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 has decided: the version to follow, 0 for none, the folder of each host, and who follows into it."""
+    """The decision of rank 0: the version to follow, 0 for none, the folder of each host, and who follows into it."""
 
     number: int
     folder: str
@@ -49,7 +49,7 @@ class _Goal(msgspec.Struct, frozen=True, array_like=True):
 
 @prepared
 class _Here(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says before rank 0 decides: its host, and the number of the version that it has loaded."""
+    """The report of a rank before rank 0 decides: its host, and the number of the version that it has loaded."""
 
     host: str
     loaded: int

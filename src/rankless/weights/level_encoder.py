@@ -12,21 +12,28 @@ from pathlib import Path
 
 import numpy as np
 
+from rankless.errors import StorageError
 from rankless.formats.weights.difference_parts import DifferenceLayer, PartCaches, TensorWords, open_part
+from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.differences import RAW, EncodedRange, StoredRange, Words, decode_range, encode_range, encode_raw
+from rankless.ondisk.weight_versions import PublishedFile
 from rankless.storage.reader_pool import ReaderPool
+from rankless.storage.store import store_of
 from rankless.weights.publisher_state import OwnDelta
-from rankless.weights.version_parts import Encode, Piece, StoredTensors
+from rankless.weights.version_parts import Encode, Piece, TensorPlaces
 
 
 def encode_level(
-    directory: Path, deltas: Sequence[OwnDelta] | None, tensors: StoredTensors, encode_last: Encode
+    directory: Path, deltas: Sequence[OwnDelta] | None, tensors: TensorPlaces, encode_last: Encode
 ) -> Encode:
     """Return what encodes pieces as the sum of this rank's ``deltas`` and of the last one, which ``encode_last`` makes.
 
-    Without ``deltas``, pieces are stored as they are. So they are if a delta replaces a block instead of adding to it.
+    Without ``deltas``, or if a part of them is no longer there, pieces are stored as they are. So they are if a delta
+    replaces a block instead of adding to it.
     """
-    if deltas is None:
+    if deltas is None or not all(
+        _is_intact(directory / delta.folder, part) for delta in deltas for part in delta.parts
+    ):
         return lambda _, new: encode_raw(new)
     words = [
         TensorWords(str(number), size, itemsize)
@@ -58,3 +65,12 @@ def encode_level(
         return encode_raw(new) if summed is not None and summed.encoding == RAW else summed
 
     return encode
+
+
+def _is_intact(folder: Path, part: PublishedFile) -> bool:
+    """Return whether a part that this rank has written is still there, with the same bytes."""
+    try:
+        raw = store_of(folder).read_small(folder / part.name, part.size)
+    except StorageError:
+        return False
+    return len(raw) == part.size and f"{crc64(raw):016x}" == part.crc64nvme

@@ -15,11 +15,11 @@ from rankless.ondisk.block_crcs import block_range, combine_crcs, count_blocks, 
 from rankless.ondisk.data_files import CRC_KEY
 from rankless.ondisk.dtypes import dtype_width
 from rankless.ondisk.header import LENGTH_BYTES, decode_header
-from rankless.ondisk.weight_versions import ModelFile
-from rankless.weights.version_parts import StoredTensors
+from rankless.ondisk.weight_versions import VersionFile
+from rankless.weights.version_parts import TensorPlaces
 
 
-def locate_tensors(files: FileSet) -> StoredTensors:
+def locate_tensors(files: FileSet) -> TensorPlaces:
     """Return the places of all tensors, in the order in which parts number them."""
     rows = []
     for number, file in enumerate(files.files):
@@ -27,7 +27,7 @@ def locate_tensors(files: FileSet) -> StoredTensors:
             info = files.content.tensors[name]
             rows.append((number, start, start + info.nbytes, name, dtype_width(info.dtype)))
     rows.sort()
-    return StoredTensors(
+    return TensorPlaces(
         [row[0] for row in rows], [row[1] for row in rows], [row[4] for row in rows], [row[2] - row[1] for row in rows]
     )
 
@@ -41,8 +41,8 @@ def digest_layout(files: FileSet, frames: Sequence[FileFrame]) -> int:
     return crc64(msgspec.msgpack.encode([files.names, sizes, starts, sorted(tensors.items()), small]))
 
 
-def describe_model_file(name: str, size: int, header: bytes) -> ModelFile:
-    """Return what the manifest says of a model file, given its header: nobody need have written the file."""
+def describe_model_file(name: str, size: int, header: bytes) -> VersionFile:
+    """Return what the manifest says of a model file, given its header. The file need not exist."""
     parsed = decode_header(header, size, name)
     entries = sorted(parsed.entries.values(), key=lambda entry: entry.data_offsets)
     crcs = from_hex(parsed.metadata[CRC_KEY])
@@ -53,4 +53,4 @@ def describe_model_file(name: str, size: int, header: bytes) -> ModelFile:
     ]
     crc = combine_crcs([(crc64(header), len(header)), *zip(crcs, blocks, strict=True)])
     text = header[LENGTH_BYTES:].rstrip(b" ").decode()
-    return ModelFile(name, size, len(header), f"{crc:016x}", text)
+    return VersionFile(name, size, len(header), f"{crc:016x}", text)

@@ -27,7 +27,7 @@ class Publication(msgspec.Struct, frozen=True):
     keep: int | None
 
     def continues_other(self, base: VersionManifest | None) -> bool:
-        """Return whether the training has gone back, or goes on in another incarnation, since the last version."""
+        """Return whether the training went back, or goes on in another incarnation, since the last version."""
         if base is None:
             return False
         has_gone_back = self.step is not None and base.step is not None and self.step < base.step

@@ -1,4 +1,4 @@
-"""What a publisher keeps from one publication to the next.
+"""The state that a publisher keeps from one publication to the next.
 
 :class:`~rankless.weights.publisher.WeightPublisher` has one on every rank. Rank 0 alone knows the manifest of the base;
 all ranks know its key, and the copy of what they published then. It changes only when a version is committed.

@@ -53,7 +53,7 @@ from rankless.weights.model_files import describe_model_file, digest_layout, loc
 from rankless.weights.part_writer import PartWriter
 from rankless.weights.publication import Publication, WeightVersion
 from rankless.weights.publisher_state import OwnDelta, PublisherState
-from rankless.weights.version_parts import StoredTensors, cut_into_pieces, encode_against, hash_and_encode
+from rankless.weights.version_parts import TensorPlaces, cut_into_pieces, encode_against, hash_and_encode
 from rankless.weights.weights_folders import (
     commit_version,
     find_outdated,
@@ -73,7 +73,7 @@ LEVEL = 8
 
 @prepared
 class _BegunVersion(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 has decided: the new version, its base, that of a level, and what was begun of an anchor.
+    """The decision of rank 0: the new version, its base, that of a level, and what was begun of an anchor.
 
     ``tensors`` are the places of all tensors in the model files, and ``layout`` is their digest.
     """
@@ -82,7 +82,7 @@ class _BegunVersion(msgspec.Struct, frozen=True, array_like=True):
     base: VersionKey | None = None
     level_base: VersionKey | None = None
     anchor: bytes | None = None
-    tensors: StoredTensors = StoredTensors()
+    tensors: TensorPlaces = TensorPlaces()
     layout: int = 0
 
 
@@ -144,6 +144,12 @@ class VersionOutput:
     def _next_number(self) -> int:
         """Return the number of the new version. Raises ``WeightsConflictError`` if another publisher is active."""
         state, newest = self._state, max(list_numbers(self._directory), default=0)
+        # A list of objects may be late: what is asked for by its name is not.
+        if state.base is None:
+            while store_of(self._directory).file_exists(manifest_path(self._directory, newest + 1)):
+                newest += 1
+        elif newest < state.base.number and self._has_own_manifest(state.base.number):
+            newest = state.base.number
         if state.base is None or (newest == state.base.number and self._has_own_manifest(state.base.number)):
             return newest + 1
         last, failed = state.base, state.failed

@@ -1,4 +1,4 @@
-"""What a rank does for a version: it hashes its bytes, encodes how they differ from older ones, and writes parts.
+"""The work of a rank for a version: it hashes its bytes, encodes their differences to older ones, and writes parts.
 
 :class:`~rankless.weights.version_output.VersionOutput` calls it on every rank in the vote "publishing", in the thread
 that publishes. It needs no byte of another rank. Threads encode blocks; the rows of a part stay in order.
@@ -29,8 +29,8 @@ _BATCH = 4 * THREADS
 
 
 @prepared
-class StoredTensors(msgspec.Struct, frozen=True, array_like=True):
-    """Where the tensors of a version are, in order: the file of each, its offset, and the sizes of elements and all."""
+class TensorPlaces(msgspec.Struct, frozen=True, array_like=True):
+    """The places of all tensors, in order: the file of each, its offset, the size of an element, and that of all."""
 
     files: list[int] = []
     offsets: list[int] = []
@@ -53,7 +53,7 @@ class Piece(msgspec.Struct, frozen=True):
         return self.part.start // width, (self.part.stop - self.part.start) // width
 
 
-def cut_into_pieces(file_ranges: Iterable[FileRange], tensors: StoredTensors) -> list[Piece]:
+def cut_into_pieces(file_ranges: Iterable[FileRange], tensors: TensorPlaces) -> list[Piece]:
     """Return parts of blocks of this rank's ranges in the order of the files, which is that of the rows in parts."""
     places = list(zip(tensors.files, tensors.offsets, strict=True))
     pieces = []

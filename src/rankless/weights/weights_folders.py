@@ -46,7 +46,7 @@ class WeightsDirectory:
 def commit_version(directory: Path, manifest: VersionManifest) -> str:
     """Create the manifest of a version: it is published. Return what changes if the manifest does.
 
-    Raises ``WeightsConflictError`` if there is one, or a newer one: another publisher has gone on while this one did
+    Raises ``WeightsConflictError`` if there is one, or a newer one: another publisher went on while this one did
     not run. What has no way to it any more is removed again then.
     """
     path = manifest_path(directory, manifest.number)

@@ -608,3 +608,47 @@ class TestHostileManifests:
         with rankless.WeightPublisher(tmp_path / "weights") as publisher:
             publisher.publish(training.model)
         assert [version.number for version in rankless.list_weight_versions(tmp_path / "weights")] == [1]
+
+
+class TestWhatIsMissingOrLate:
+    def test_a_level_without_a_part_of_this_rank(self, training: Training, tmp_path: Path) -> None:
+        weights = tmp_path / "weights"
+        follower = rankless.WeightFollower(weights, tmp_path / "followed")
+        with rankless.WeightPublisher(weights, async_save=False) as publisher:
+            for step in range(12):
+                training.step()
+                publisher.publish(training.model, step=step)
+                if step == 4:
+                    shutil.rmtree(next(weights.glob("delta-4-*")))
+        follower.update()
+        follower.close()
+        training.dtype = None
+        assert files_of(tmp_path / "followed/current") == training.expected()
+
+    def test_a_list_that_is_late(self, training: Training) -> None:
+        """Of a bucket, the next number follows from what is asked for by its name."""
+        bucket = FakeS3()
+        with bucket.served() as url:
+            weights = store_at(url).path(f"{BUCKET}/weights")
+            publisher = rankless.WeightPublisher(weights, async_save=False)
+            publisher.publish(training.model, step=0)
+            bucket.list_lag = 3600.0
+            training.step()
+            publisher.publish(training.model, step=1)
+            training.step()
+            rankless.WeightPublisher(weights, async_save=False).publish(training.model, step=2)
+            bucket.list_lag = 0.0
+            versions = rankless.list_weight_versions(weights)
+            assert [(version.number, version.is_anchor) for version in versions] == [(1, True), (2, False), (3, True)]
+
+    def test_another_anchor_is_taken_if_one_is_corrupt(self, training: Training, tmp_path: Path) -> None:
+        weights = tmp_path / "weights"
+        with rankless.WeightPublisher(weights, anchor_every=3, async_save=False, keep=None) as publisher:
+            for step in range(5):
+                training.step()
+                publisher.publish(training.model, step=step)
+        flip_tensor_bit(next(weights.glob("anchor-4-*")) / "model.safetensors", "up.weight")
+        with rankless.WeightFollower(weights, tmp_path / "followed") as follower:
+            follower.update()
+        training.dtype = None
+        assert files_of(tmp_path / "followed/current") == training.expected()

@@ -63,7 +63,7 @@ class InMemorySource(msgspec.Struct, frozen=True, eq=False):
     data: bytes
 
 
-class Layer(Protocol):
+class SourceLayer(Protocol):
     """Changes of a tensor that are stored apart from it."""
 
     def apply(self, offset: int, data: memoryview, readers: ReaderPool) -> None:
@@ -75,7 +75,7 @@ class LayeredSource(msgspec.Struct, frozen=True, eq=False):
 
     file: Path
     offset: int
-    layers: tuple[Layer, ...]
+    layers: tuple[SourceLayer, ...]
 
     def __repr__(self) -> str:
         """Return the path of the file, for messages."""

@@ -137,7 +137,7 @@ def _ascend(table: _Table) -> bool:
 
 
 class PartCaches:
-    """What the layers of a version keep, and a turn for what takes much memory."""
+    """The ranges and requested bytes that the layers of a version keep, and a turn for large ranges."""
 
     def __init__(self) -> None:
         self.decoded = RecentlyUsed[DecodedRange](_KEPT_BYTES)
@@ -166,7 +166,7 @@ class PartCaches:
 
 
 class DifferenceLayer(msgspec.Struct, frozen=True, eq=False):
-    """The changes of one tensor by one delta: a :class:`rankless.engine.io.tensor_sources.Layer`.
+    """The changes of one tensor by one delta: a :class:`rankless.engine.io.tensor_sources.SourceLayer`.
 
     ``rows`` are the ranges of all parts, in order, and ``owners`` the numbers of their parts.
     """
@@ -199,7 +199,7 @@ class DifferenceLayer(msgspec.Struct, frozen=True, eq=False):
         return cls(tensor, rows, owners, parts, caches)
 
     def apply(self, offset: int, data: memoryview, readers: ReaderPool) -> None:
-        """See :class:`rankless.engine.io.tensor_sources.Layer`."""
+        """See :class:`rankless.engine.io.tensor_sources.SourceLayer`."""
         words = np.frombuffer(data, self.tensor.word)
         first = offset // words.itemsize
         for number in self._overlapping(first, first + len(words)):

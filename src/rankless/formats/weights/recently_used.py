@@ -1,4 +1,4 @@
-"""What was made last, and may be needed again: decoded ranges, and the bytes that were requested of objects."""
+"""The values that were made last, and may be needed again: decoded ranges, and requested bytes of objects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Kept = TypeVar("Kept", bound=_HasSize)
 
 
 class RecentlyUsed(Generic[Kept]):
-    """What was made last, by a key, up to a number of bytes. Of several threads that ask for one thing, one makes it.
+    """The values that were made last, by their keys, up to a number of bytes. Of several threads one makes a value.
 
     The threads that read a version ask for what they need.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import count
+from pathlib import Path
 
 import msgspec
 
@@ -41,12 +42,13 @@ class Route(msgspec.Struct, frozen=True):
 
 
 def find_route(
+    directory: Path,
     target: VersionManifest,
     read_manifest: ReadManifest,
     have: Collection[VersionKey] = (),
     avoided: Collection[str] = (),
 ) -> Route:
-    """Return the way to ``target`` with the fewest bytes to read.
+    """Return the way to ``target`` with the fewest bytes to read. Errors name the ``directory``.
 
     ``have`` are versions that the reader has at no cost. ``avoided`` are folders whose files are missing or corrupt.
     Raises ``NoCheckpointError`` if there is no way, because versions were removed; ``CorruptCheckpointError`` if the
@@ -70,7 +72,9 @@ def find_route(
                 heapq.heappush(ways, (longer.nbytes, next(order), longer))
     if corrupt:
         raise corrupt[0]
-    raise NoCheckpointError(f"no way leads to version {target.number}: versions that it is based on were removed")
+    raise NoCheckpointError(
+        f"no way leads to version {target.number} of {directory}: versions that it is based on were removed"
+    )
 
 
 def _extend(way: Route, manifest: VersionManifest, avoided: Collection[str]) -> Iterator[Route]:

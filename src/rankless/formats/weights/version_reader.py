@@ -32,7 +32,7 @@ from rankless.formats.weights.version_files import find_newest, manifest_path, r
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import dtype_width
 from rankless.ondisk.values import ArrayCodec
-from rankless.ondisk.weight_versions import ModelFile, VersionManifest, decode_model_header, number_of_name
+from rankless.ondisk.weight_versions import VersionFile, VersionManifest, decode_model_header, number_of_name
 from rankless.storage.reader_pool import ReaderPool
 from rankless.storage.store import store_of
 
@@ -63,7 +63,7 @@ class WeightsReader:
         parts = [part.path for step in steps for part in step]
         self.files: Sequence[Path] = [self.path, *(file.path for file in files), *parts]
 
-    def _open_file(self, file: ModelFile) -> SafetensorsFile:
+    def _open_file(self, file: VersionFile) -> SafetensorsFile:
         """Return a model file of the base with the header of this version."""
         path = self._base / file.name
         header = decode_model_header(file, str(self.path))
@@ -152,5 +152,5 @@ def open_version(path: Path, keys: Mapping[str, str]) -> WeightsReader:
         raise FormatError(f"{path} has no published version")
     directory = newest.parent.parent
     manifest = read_manifest(directory, number)
-    route = find_route(manifest, lambda number: read_manifest(directory, number))
+    route = find_route(directory, manifest, lambda number: read_manifest(directory, number))
     return WeightsReader(directory, manifest, directory / route.anchor, route)
