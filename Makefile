@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-hosts test core test-all slow left-out test-near near durations interop dist frameworks peers engines sglang optimizers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects bench-engines gcs objects run-histories histories crash jobs kill faults fuzz mutate large hosts tier tier-kill clean
+.PHONY: demo demo-hosts test core test-all slow left-out test-near near durations interop dist frameworks peers engines sglang optimizers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects bench-published bench-engines gcs objects run-histories published-histories histories crash jobs kill faults fuzz mutate large hosts tier tier-kill clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -199,6 +199,11 @@ bench-objects: .bench-objects/installed
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .bench-objects --requirement requirements-bench-objects.txt
 	touch $@
 
+#: The peer in the tables of published weights, which nothing else uses.
+.bench-published/installed: .venv/installed
+	$(BIN)/python -m pip install --quiet --no-deps --target .bench-published 'zstandard==0.25.0'
+	touch $@
+
 ## crash: cut saves of every kind at every operation, and look at what a crash may leave
 crash: .venv/installed
 	$(BIN)/python -m campaigns.crash
@@ -260,6 +265,16 @@ objects: .venv/installed
 ## run-histories: random histories of runs, whose jobs are killed, stopped, copied, moved and rolled back, against an oracle
 run-histories: .venv/installed
 	$(BIN)/python -m campaigns.run_histories
+
+## published-histories: random histories of published weights, whose publishers and followers are killed, against an oracle
+published-histories: .venv/installed
+	$(BIN)/python -m campaigns.published_weights
+
+## bench-published: sizes, speeds and stalls of published weights, against XOR with zstd, and save_model
+bench-published: .bench-published/installed
+	PYTHONPATH=.bench-published $(BIN)/python -m benchmarks.weight_versions size
+	PYTHONPATH=.bench-published $(BIN)/python -m benchmarks.weight_versions speed
+	PYTHONPATH=.bench-published $(BIN)/python -m benchmarks.weight_versions stall
 
 ## histories: saves into object stores in memory die, lose a reply, or stop while another process goes on, at every request
 histories: .venv/installed

@@ -75,7 +75,10 @@ def follow(  # noqa: PLR0917 - options of the command
 def _follow_once(directory: Path, followed: FollowedFolder, command: list[str] | None, *, as_json: bool) -> None:
     if not list_numbers(directory):
         raise NoCheckpointError(f"there is no published version in {directory}")
-    raise typer.Exit(0 if _go_to_newest(directory, followed, command, as_json=as_json) is not None else 1)
+    has_worked = _go_to_newest(directory, followed, command, as_json=as_json)
+    if has_worked is False and followed.current is not None and not as_json:
+        terminal_console().print(f"version {followed.current.number} is there already, and the newest", highlight=False)
+    raise typer.Exit(1 if has_worked is None else 0)
 
 
 def _go_to_newest(

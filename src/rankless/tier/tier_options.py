@@ -2,8 +2,8 @@
 
 :class:`~rankless.run_directory.RunDirectory` passes the options to saves and drains on each rank, and
 :func:`~rankless.named_checkpoints.has_checkpoint` takes them there; a drain without a job takes them on each host
-(:mod:`rankless.save.offline_drain`). Ranks compare :meth:`LocalTier.describe` in the first vote of a save; loads
-compare none of the options.
+(:mod:`rankless.save.offline_drain`). Ranks compare :meth:`LocalTier.describe` in the first vote of a save, and of
+a load.
 """
 
 from __future__ import annotations
