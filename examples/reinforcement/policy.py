@@ -1,6 +1,16 @@
-"""Trains a policy on the rollouts of an engine that follows its weights. Run it by ``torchrun``, beside rollouts.py."""
+"""Trains a policy on the rollouts of an engine that follows its weights.
+
+Run it next to rollouts.py, with a new folder and the number of versions:
+
+    mkdir loop
+    torchrun --nproc-per-node 2 policy.py loop 20 &
+    python rollouts.py loop 20
+
+With GPUs, give each program its own by CUDA_VISIBLE_DEVICES.
+"""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -13,7 +23,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import rankless
 
 folder, versions = Path(sys.argv[1]), int(sys.argv[2])
-dist.init_process_group("gloo" if not torch.cuda.is_available() else "cpu:gloo,cuda:nccl")
+device = torch.device("cpu")
+if torch.cuda.is_available():
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+if (folder / "weights").exists():
+    raise SystemExit(f"{folder / 'weights'} has the versions of an earlier run: pass a new folder")
+dist.barrier()
 rank, size = dist.get_rank(), dist.get_world_size()
 
 torch.manual_seed(0)
@@ -30,7 +47,7 @@ config = LlamaConfig(
     pad_token_id=0,
     tie_word_embeddings=False,
 )
-policy = LlamaForCausalLM(config)
+policy = LlamaForCausalLM(config).to(device)
 if rank == 0:
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder / "model")
@@ -57,9 +74,9 @@ with rankless.WeightPublisher(folder / "weights", dtype="float16", anchor_every=
     for step in range(versions):
         version = publisher.publish(policy, step=step).wait()
         rollouts = wait_for_rollouts(version.number)
-        rewards = torch.tensor([rollout["reward"] for rollout in rollouts])
+        rewards = torch.tensor([rollout["reward"] for rollout in rollouts], device=device)
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-        tokens = torch.tensor([rollout["prompt"] + rollout["tokens"] for rollout in rollouts])
+        tokens = torch.tensor([rollout["prompt"] + rollout["tokens"] for rollout in rollouts], device=device)
         mine = slice(rank, None, size)
         logits = policy(tokens[mine, :-1]).logits
         log_probabilities = torch.log_softmax(logits, -1).gather(-1, tokens[mine, 1:, None]).squeeze(-1)

@@ -283,6 +283,25 @@ def test_a_drain_that_fails_is_tried_again(ranks: Ranks, tmp_path: Path) -> None
     assert [info.tag for info in rankless.list_checkpoints(tmp_path / "run")] == ["a"]
 
 
+def test_ranks_with_other_options_of_the_tier_neither_save_nor_load(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, _use_with_other_options, str(tmp_path)) == [["RankMismatchError"] * 2] * 2
+
+
+def _use_with_other_options(base: str) -> list[str]:
+    """Return the errors of a save and a load, with as many copies as the rank's number."""
+    directory = rankless.RunDirectory(f"{base}/run", local=tier_of(base, copies=dist.get_rank()))
+    errors = []
+    for call in (
+        lambda: directory.save("a", {"w": torch.ones(3)}),
+        lambda: directory.restore("a", {"w": torch.ones(3)}),
+    ):
+        try:
+            call()
+        except rankless.RanklessError as error:
+            errors.append(type(error).__name__)
+    return errors
+
+
 @pytest.mark.parametrize("on_failure", ["raise", "warn"])
 def test_a_drain_that_always_fails_raises_or_warns(ranks: Ranks, tmp_path: Path, on_failure: str) -> None:
     outcomes = ranks(2, _save_with_failing_drains, str(tmp_path), 99, on_failure)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -46,19 +47,24 @@ def follow(  # noqa: PLR0917 - options of the command
 
     FOLDER/current leads to a folder with whole files, byte for byte those that save_model would have written. The link
     changes when every block is proven, so a reader sees the old version or the new one. The version before stays until
-    the next one. CMD gets the version and its step as RANKLESS_VERSION and RANKLESS_STEP, too. With --once the exit
-    code is 1 if CMD fails. Without it, errors are reported, and the next look tries again.
+    the next one. CMD gets the version and its step as RANKLESS_VERSION and RANKLESS_STEP, too. Versions that
+    are published while it runs are skipped, except for the newest. With --once the exit code is 1 if CMD fails. Without
+    it, errors are reported, and the next look tries again.
     """
     if not seconds > 0:
         raise InvalidArgumentError(f"--poll must be above 0; got {seconds}")
     with leave_on_interrupt():  # NumPy is slow to import
+        from rankless.weights.directory_check import check_no_checkpoints  # noqa: PLC0415
         from rankless.weights.followed_folder import FollowedFolder  # noqa: PLC0415
     directory = parse_location(weights)
-    arguments = None if command is None else shlex.split(command)
+    arguments = None if command is None else _split(command)
+    check_no_checkpoints(directory)
     with FollowedFolder(parse_location(folder).absolute()) as followed:
         if once:
             _follow_once(directory, followed, arguments, as_json=as_json)
         wait = seconds
+        if not list_numbers(directory):
+            print_warning(f"there is no published version in {directory} yet: waiting for the first one")
         while True:
             try:
                 has_worked = _go_to_newest(directory, followed, arguments, as_json=as_json)
@@ -81,6 +87,13 @@ def _follow_once(directory: Path, followed: FollowedFolder, command: list[str] |
     raise typer.Exit(1 if has_worked is None else 0)
 
 
+def _split(command: str) -> list[str]:
+    arguments = shlex.split(command)
+    if not arguments or shutil.which(arguments[0]) is None:
+        raise InvalidArgumentError(f"--exec: there is no program {command!r}")
+    return arguments
+
+
 def _go_to_newest(
     directory: Path, followed: FollowedFolder, command: list[str] | None, *, as_json: bool
 ) -> bool | None:
@@ -101,7 +114,11 @@ def _run(command: list[str], version: FollowedVersion) -> bool:
     step = "" if manifest.step is None else str(manifest.step)
     environment = {**os.environ, "RANKLESS_VERSION": str(manifest.number), "RANKLESS_STEP": step}
     arguments = [*command, str(version.folder)]
-    status = subprocess.run(arguments, env=environment, check=False).returncode  # noqa: S603 - the caller has named it
+    try:
+        status = subprocess.run(arguments, env=environment, check=False).returncode  # noqa: S603 - the caller named it
+    except OSError as error:
+        print_warning(f"{shlex.join(command)} could not be run after version {manifest.number}: {error}")
+        return False
     if status:
         print_warning(f"{shlex.join(command)} has ended with status {status} after version {manifest.number}")
     return not status

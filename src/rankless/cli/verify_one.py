@@ -58,6 +58,14 @@ class VerifyResult:
         return not self.problems
 
 
+def _count_own_bytes(target: InspectedCheckpoint, intact: int) -> int:
+    """Return what a checkpoint takes in addition to others: a published version says what was written for it."""
+    written: int | None = getattr(target.reader, "written_bytes", None)
+    if written is not None:
+        return written
+    return intact if store_of(target.path).is_remote else own_bytes(target.path)
+
+
 def verify_checkpoint(path: Path) -> VerifyResult:
     """Read every byte of a checkpoint, and check it. Raises ``NoCheckpointError`` if it does not exist."""
     try:
@@ -83,7 +91,7 @@ def verify_checkpoint(path: Path) -> VerifyResult:
         tensors=len(tally.intact),
         checksummed=checksummed,
         bytes=sum(tally.intact.values()),
-        own_bytes=sum(tally.intact.values()) if store_of(path).is_remote else own_bytes(path),
+        own_bytes=_count_own_bytes(target, sum(tally.intact.values())),
         seconds=seconds,
         problems=tuple(tally.problems),
         notes=(

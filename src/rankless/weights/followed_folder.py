@@ -81,6 +81,8 @@ class FollowedFolder(ClosingMixin):
         if store_of(path).is_remote:
             raise InvalidArgumentError(f"{path} is in an object store: weights are followed into a folder of this host")
         self.path = path
+        if list_numbers(path):
+            raise InvalidArgumentError(f"{path} has published weights: pass another folder to follow into")
         posix.make_directory(path)
         with posix.wrap_os_errors("lock", path / _LOCK):
             try:

@@ -15,6 +15,7 @@ from typing import Any, Self
 from rankless.components.component_calls import load_model
 from rankless.engine.comm.collective_call import collective_call
 from rankless.engine.comm.process_group_argument import ProcessGroupArgument
+from rankless.errors import MismatchError
 from rankless.storage.location import parse_location
 from rankless.weights.host_folders import HostFolders
 from rankless.weights.publication import WeightVersion
@@ -25,8 +26,12 @@ class WeightFollower:
 
     ```python
     follower = rankless.WeightFollower("weights", into=model)
-    while (version := follower.update()) is not None:
-        evaluate(model, step=version.step)
+    while True:  # on every rank of the model
+        version = follower.update()
+        if version is None:
+            time.sleep(1)
+        else:
+            evaluate(model, step=version.step)
     ```
 
     An update takes the cheapest way from the version that it has: over deltas, over a level, which is a delta over
@@ -44,8 +49,9 @@ class WeightFollower:
         timeout: How many seconds ranks wait for each other before all of them fail.
 
     Raises:
-        StateError: Another follower has the folder.
-        InvalidArgumentError: The folder has something at ``current`` that no follower has made.
+        StateError: Another follower has the folder. :meth:`update` raises it.
+        InvalidArgumentError: The folder has something at ``current`` that no follower has made, or the path has
+            checkpoints, and no versions. :meth:`update` raises it.
     """
 
     def __init__(
@@ -62,8 +68,8 @@ class WeightFollower:
             is_folder = isinstance(into, str | PathLike)
             self._model = None if is_folder else into
             place = into if is_folder else folder
-            #: The version that was loaded; 0 if none was, or loading has failed.
-            self._loaded = 0
+            #: The version that the folder or model has; ``None`` if it has none, or a load has failed on the way.
+            self._version: WeightVersion | None = None
             self._folders = HostFolders(
                 self._path,
                 None if place is None else parse_location(place),
@@ -75,8 +81,7 @@ class WeightFollower:
     @property
     def version(self) -> WeightVersion | None:
         """The version that the folder or model has, as far as this follower knows it."""
-        manifest = self._folders.manifest
-        return None if manifest is None or manifest.number != self._loaded else WeightVersion.of(self._path, manifest)
+        return self._version
 
     @property
     def folder(self) -> Path | None:
@@ -105,14 +110,24 @@ class WeightFollower:
             MismatchError: The model has other tensors than the version. Nothing was changed.
         """
         with collective_call(self._group, self._timeout):
-            folder = self._folders.go_to_newest(self._loaded)
+            folder = self._folders.go_to_newest(0 if self._version is None else self._version.number)
             manifest = self._folders.manifest
             if folder is None or manifest is None:
                 return None
+            version = WeightVersion.of(self._path, manifest)
             if self._model is not None:
-                load_model(self._model, folder, process_group=self._group, timeout=self._timeout)
-            self._loaded = manifest.number
-            return self.version
+                self._load(folder, version)
+            self._version = version
+            return version
+
+    def _load(self, folder: Path, version: WeightVersion) -> None:
+        """Load a version into the model. If its tensors do not fit, nothing has changed."""
+        before, self._version = self._version, None
+        try:
+            load_model(self._model, folder, process_group=self._group, timeout=self._timeout)
+        except MismatchError as error:
+            self._version = before
+            raise MismatchError(f"version {version.number} of {self._path} does not fit the model: {error}") from error
 
     def close(self) -> None:
         """Let another follower have the folder. A folder in memory that this has made is removed."""

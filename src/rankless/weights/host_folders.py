@@ -27,6 +27,7 @@ from rankless.ondisk.weight_versions import VersionManifest
 from rankless.process.prepared_types import prepared
 from rankless.storage.directory_trees import remove_tree
 from rankless.storage.posix import host_id, is_directory, list_names
+from rankless.weights.directory_check import check_no_checkpoints
 from rankless.weights.followed_folder import FollowedFolder, FollowedVersion, remove_if_abandoned
 
 #: Where the folder of a host is, unless the caller passes one: in its memory, if it has such a file system.
@@ -116,6 +117,8 @@ class HostFolders:
         ranks = [msgspec.msgpack.decode(raw, type=_Here) for raw in posted]
         hosts = [rank.host for rank in ranks]
         newest = max(list_numbers(self._directory), default=0)
+        if not newest:
+            check_no_checkpoints(self._directory)
         if self.manifest is not None:
             newest = self._check_same_history(newest, self.manifest)
         leaders = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]

@@ -26,11 +26,12 @@ from rankless.errors import InvalidArgumentError, RanklessError
 from rankless.observe.spans import span
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.data_files import NO_ADAPTERS, SHARD_SIZE, parse_size
-from rankless.ondisk.validation import check_integer, check_number, check_utf8
+from rankless.ondisk.validation import check_integer, check_number
 from rankless.ondisk.weight_versions import TrainingPoint
 from rankless.run_directory import RunDirectory
 from rankless.save.background import background_saves
 from rankless.save.handle import SaveHandle
+from rankless.save.metrics import read_metrics
 from rankless.state.training import TrainingObjects
 from rankless.storage.location import parse_location
 from rankless.weights.publication import Publication, WeightVersion
@@ -65,7 +66,7 @@ class WeightPublisher:
         anchor_every: How many versions there are from one anchor to the next.
         keep: How many anchors are kept, with all versions since the oldest of them; ``None``: all.
         training: The :class:`rankless.RunDirectory` of the training. Then a version names the run, the incarnation and
-            the newest checkpoint.
+            the newest checkpoint. It must be the object that the training saves with.
         async_save: :meth:`publish` returns as soon as the model may change; the rest is done in the background.
         on_busy: If a publication is still in progress at the next call, ``"wait"`` for it, or ``"skip"`` the new one.
         on_failure: ``"raise"`` the error of a failed publication, or ``"warn"``, and go on.
@@ -97,7 +98,7 @@ class WeightPublisher:
             self._dtype = None if dtype is None else check_cast(dtype)
             self._anchor_every = check_integer("anchor_every", anchor_every, smallest=1)
             self._keep = None if keep is None else check_integer("keep", keep, smallest=1)
-            self._training = training
+            self._training = _check_training(training)
             self._async_save, self._is_skipping = bool(async_save), _is_second("on_busy", on_busy, ("wait", "skip"))
             self._is_warning = _is_second("on_failure", on_failure, ("raise", "warn"))
             self._limit = parse_size(max_shard_size)
@@ -111,7 +112,7 @@ class WeightPublisher:
         return self._path
 
     def publish(
-        self, model: Any, step: float | None = None, metrics: Mapping[str, float] | None = None
+        self, model: Any, step: float | None = None, metrics: Mapping[str, Any] | None = None
     ) -> SaveHandle[WeightVersion] | None:
         """Publish the weights of a model as the next version. Every rank calls it.
 
@@ -121,7 +122,7 @@ class WeightPublisher:
         Args:
             model: A module in any layout, or a state dict. A list holds the modules of one model.
             step: The step of the training.
-            metrics: Numbers to store with the version.
+            metrics: Numbers by name to store with the version, or tensors of one element.
 
         Returns:
             A handle. Its ``wait()`` returns the :class:`rankless.WeightVersion` when it is published. ``None`` if this
@@ -142,17 +143,13 @@ class WeightPublisher:
         # What was tolerated may be the error of the publication before: this one has begun nevertheless.
         return self._handle if self._handle is not before else None
 
-    def _describe(self, step: float | None, metrics: Mapping[str, float] | None) -> Publication:
-        numbers = {
-            check_utf8(name, "the name of a metric"): float(check_number(f"metric {name!r}", value))
-            for name, value in (metrics or {}).items()
-        }
+    def _describe(self, step: float | None, metrics: Mapping[str, Any] | None) -> Publication:
         if step is not None and not math.isfinite(check_number("step", step)):
             raise InvalidArgumentError(f"step must be a finite number; got {step!r}")
         return Publication(
             self._path,
             None if step is None else check_number("step", step),
-            {name: value if math.isfinite(value) else None for name, value in numbers.items()},
+            read_metrics(metrics or {}),
             None if self._training is None else describe_training(self._training),
             self._anchor_every,
             self._keep,
@@ -177,7 +174,11 @@ class WeightPublisher:
         training = TrainingObjects(model, rng=False, adapters=NO_ADAPTERS, dtype=self._dtype)
         text = f"version {publication.step} of weights, an anchor every {self._anchor_every}, in {file_format.text}"
         request = ComponentRequest(
-            WeightsDirectory(self._path), training, file_format.layout, text, async_save=self._async_save
+            WeightsDirectory(self._path, is_known=self._handle is not None),
+            training,
+            file_format.layout,
+            text,
+            async_save=self._async_save,
         )
         with span("publish", "call", self._path.name), background_saves.path_turn(self._path, self._group):
             content = ComponentContent(
@@ -223,6 +224,14 @@ def describe_training(directory: RunDirectory) -> TrainingPoint | None:
         return None
     checkpoint, tag = history.newest
     return TrainingPoint(run=of_job.run, incarnation=of_job.incarnation, checkpoint=checkpoint, tag=tag)
+
+
+def _check_training(training: object) -> RunDirectory | None:
+    if training is not None and not isinstance(training, RunDirectory):
+        raise InvalidArgumentError(
+            f"training must be the RunDirectory that the training saves with; got {type(training).__qualname__}"
+        )
+    return training
 
 
 def _is_second(argument: str, value: object, choices: tuple[str, str]) -> bool:

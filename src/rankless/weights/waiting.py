@@ -9,6 +9,7 @@ from os import PathLike
 from rankless.errors import InvalidArgumentError, NoCheckpointError
 from rankless.formats.weights.version_files import list_numbers, read_manifest
 from rankless.storage.location import parse_location
+from rankless.weights.directory_check import check_no_checkpoints
 from rankless.weights.publication import WeightVersion
 
 
@@ -48,13 +49,15 @@ def wait_for_weights(
         The newest version, or ``None`` if there was no newer one in time.
 
     Raises:
-        InvalidArgumentError: ``timeout`` is negative, or ``poll_seconds`` is not above 0.
+        InvalidArgumentError: ``timeout`` is negative, ``poll_seconds`` is not above 0, or the directory has
+            checkpoints, and no versions.
     """
     if not poll_seconds > 0 or (timeout is not None and not timeout >= 0):
         raise InvalidArgumentError(
             f"timeout must not be negative, and poll_seconds must be above 0; got {timeout!r} and {poll_seconds!r}"
         )
     directory = parse_location(path)
+    check_no_checkpoints(directory)
     seen = after.number if isinstance(after, WeightVersion) else after or 0
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:

@@ -18,6 +18,7 @@ from rankless.formats.safetensors import has_our_checksums
 from rankless.formats.weights.version_files import list_numbers, manifest_path, read_manifest
 from rankless.ondisk.weight_versions import VersionKey, VersionManifest, anchor_name, delta_name, encode_version
 from rankless.storage.store import store_of
+from rankless.weights.directory_check import check_no_checkpoints
 
 _FOLDER_NAME = re.compile(r"(anchor|delta)-([0-9]+)-([0-9a-f]{16})")
 
@@ -33,14 +34,18 @@ class WeightsDirectory:
     """A directory that versions are published into. See :class:`rankless.components.component_request.SavedTo`."""
 
     path: Path
+    #: Whether this publisher has published into it.
+    is_known: bool = False
 
     def check_replaceable(self) -> None:
-        """Raise ``InvalidArgumentError`` if the path is a file, or a bucket as a whole."""
+        """Raise ``InvalidArgumentError`` if the path is a file, a bucket as a whole, or has checkpoints."""
         store = store_of(self.path)
         if store.is_bucket(self.path):
             raise InvalidArgumentError(f"{self.path} is a whole bucket: publish into a folder in it")
         if store.is_file(self.path):
             raise InvalidArgumentError(f"{self.path} is a file: pass the folder that versions are published into")
+        if not self.is_known:
+            check_no_checkpoints(self.path)
 
 
 def commit_version(directory: Path, manifest: VersionManifest) -> str:

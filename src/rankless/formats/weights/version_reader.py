@@ -83,6 +83,11 @@ class WeightsReader:
             yield tensor.name, LayeredSource(owners[tensor.name].path, extent.offset, present)
 
     @property
+    def written_bytes(self) -> int:
+        """The size of all that was written for this version. Verification reports it."""
+        return self.manifest.written_bytes
+
+    @property
     def fingerprint(self) -> str:
         """The identity of the version, whichever way leads to it."""
         return f"{self.manifest.number}-{self.manifest.id}"

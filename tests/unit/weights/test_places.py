@@ -1,0 +1,134 @@
+"""What is refused as a place of published weights, and what ``rankless follow`` says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import rankless
+from rankless.errors import InvalidArgumentError, MismatchError
+from tests.helpers.training import train_run
+
+
+def publish(folder: Path, *, times: int = 1) -> None:
+    model = torch.nn.Linear(8, 8)
+    with rankless.WeightPublisher(folder) as publisher:
+        for _ in range(times):
+            publisher.publish(model)
+
+
+def follow(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rankless", "follow", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory with a checkpoint."""
+    rankless.save_checkpoint(tmp_path / "run", "first", train_run("plain").model)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("tag", ["", "first"], ids=["run directory", "checkpoint"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        publish,
+        lambda path: rankless.wait_for_weights(path, timeout=0),
+        lambda path: rankless.WeightFollower(path, into=torch.nn.Linear(8, 8)).update(),
+    ],
+    ids=["publish", "wait", "follow"],
+)
+def test_checkpoints_are_no_published_weights(run: Path, tag: str, use: Callable[[Path], object]) -> None:
+    before = sorted(run.rglob("*"))
+    with pytest.raises(InvalidArgumentError, match="has checkpoints, and no published weights"):
+        use(run / tag)
+    assert [path for path in sorted(run.rglob("*")) if path not in before] == []
+
+
+def test_the_command_refuses_a_run_directory(run: Path, tmp_path: Path) -> None:
+    result = follow(run, tmp_path / "followed")
+    assert result.returncode != 0
+    assert "has checkpoints, and no published weights" in result.stderr
+
+
+def test_a_weights_directory_is_no_folder_to_follow_into(tmp_path: Path) -> None:
+    publish(tmp_path / "weights")
+    before = sorted((tmp_path / "weights").rglob("*"))
+    with pytest.raises(InvalidArgumentError, match="pass another folder to follow into"):
+        rankless.WeightFollower(tmp_path / "weights", tmp_path / "weights").update()
+    assert sorted((tmp_path / "weights").rglob("*")) == before
+
+
+def test_the_command_says_that_it_waits_and_then_follows(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rankless", "follow", tmp_path / "weights", tmp_path / "followed", "--poll", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "there is no published version" in process.stderr.readline()
+        publish(tmp_path / "weights")
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "followed/current/model.safetensors").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.terminate()
+    assert (tmp_path / "followed/current/model.safetensors").exists()
+
+
+def test_the_command_with_a_program(tmp_path: Path) -> None:
+    publish(tmp_path / "weights", times=2)
+    missing = follow(tmp_path / "weights", tmp_path / "followed", "--once", "--exec", "no-such-program")
+    assert missing.returncode != 0
+    assert "there is no program 'no-such-program'" in missing.stderr
+    assert not (tmp_path / "followed").exists()
+
+    failed = follow(tmp_path / "weights", tmp_path / "followed", "--once", "--exec", "false")
+    assert failed.returncode == 1
+    assert "has ended with status 1 after version 2" in failed.stderr
+
+    again = follow(tmp_path / "weights", tmp_path / "followed", "--once", "--exec", "false")
+    assert again.returncode == 0
+    assert "version 2 is there already" in again.stdout
+
+
+def test_a_version_that_does_not_fit_leaves_the_one_before(tmp_path: Path) -> None:
+    model = torch.nn.Linear(8, 8)
+    with (
+        rankless.WeightPublisher(tmp_path / "weights") as publisher,
+        rankless.WeightFollower(tmp_path / "weights", into=model) as follower,
+    ):
+        handle = publisher.publish(torch.nn.Linear(8, 8))
+        assert handle is not None
+        first = handle.wait()
+        assert follower.update() == first
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        handle = publisher.publish(torch.nn.Linear(8, 9))
+        assert handle is not None
+        handle.wait()
+        with pytest.raises(MismatchError, match=f"version 2 of {tmp_path / 'weights'} does not fit the model"):
+            follower.update()
+        assert follower.version == first
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, before[name])
+
+
+def test_metrics_may_be_tensors_and_training_must_be_a_run_directory(tmp_path: Path) -> None:
+    with rankless.WeightPublisher(tmp_path / "weights") as publisher:
+        publisher.publish(torch.nn.Linear(2, 2), metrics={"loss": torch.tensor(0.5, requires_grad=True)})
+    (version,) = rankless.list_weight_versions(tmp_path / "weights")
+    assert version.metrics == {"loss": 0.5}
+    with pytest.raises(InvalidArgumentError, match="training must be the RunDirectory"):
+        rankless.WeightPublisher(tmp_path / "other", training=str(tmp_path))  # type: ignore[arg-type]
+
+
+def test_verification_names_what_was_written_for_a_version(tmp_path: Path) -> None:
+    publish(tmp_path / "weights", times=2)
+    command = [sys.executable, "-m", "rankless", "verify", tmp_path / "weights", "--all", "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    own = [version["own_bytes"] for version in json.loads(result.stdout)["checkpoints"]]
+    assert own == [version.written_bytes for version in rankless.list_weight_versions(tmp_path / "weights")]
