@@ -75,5 +75,5 @@ def reseal_published(file: Path) -> None:
             blocks += [crc64(data[at : at + 2**24]) for at in range(0, len(data), 2**24)]
         header["__metadata__"]["rankless.crc64nvme"] = "".join(f"{crc:016x}" for crc in blocks)
         text = json.dumps(header, separators=(",", ":")).encode()
-        if len(text) <= size:
+        if len(text) <= size <= len(raw):
             file.write_bytes(raw[:8] + text.ljust(size) + raw[8 + size :])

@@ -22,12 +22,16 @@ from rankless.formats.weights.version_files import list_numbers
 from rankless.observe.terminal import escape_control_characters, terminal_console
 from rankless.observe.units import format_seconds, format_size
 from rankless.storage.location import parse_location
+from rankless.weights.choose_version import choose_version
 
 if TYPE_CHECKING:
     from rankless.weights.followed_folder import FollowedFolder, FollowedVersion
 
 #: The most seconds between two attempts after an error.
 _LONGEST_WAIT = 60.0
+
+#: The most seconds between two looks: a day.
+_LONGEST_POLL = 86_400
 
 
 def follow(  # noqa: PLR0917 - options of the command
@@ -51,14 +55,12 @@ def follow(  # noqa: PLR0917 - options of the command
     are published while it runs are skipped, except for the newest. With --once the exit code is 1 if CMD fails. Without
     it, errors are reported, and the next look tries again.
     """
-    if not seconds > 0:
-        raise InvalidArgumentError(f"--poll must be above 0; got {seconds}")
+    if not 0 < seconds <= _LONGEST_POLL:
+        raise InvalidArgumentError(f"--poll must be above 0, and at most {_LONGEST_POLL}; got {seconds}")
     with leave_on_interrupt():  # NumPy is slow to import
-        from rankless.weights.directory_check import check_no_checkpoints  # noqa: PLC0415
         from rankless.weights.followed_folder import FollowedFolder  # noqa: PLC0415
     directory = parse_location(weights)
     arguments = None if command is None else _split(command)
-    check_no_checkpoints(directory)
     with FollowedFolder(parse_location(folder).absolute()) as followed:
         if once:
             _follow_once(directory, followed, arguments, as_json=as_json)
@@ -79,16 +81,19 @@ def follow(  # noqa: PLR0917 - options of the command
 
 
 def _follow_once(directory: Path, followed: FollowedFolder, command: list[str] | None, *, as_json: bool) -> None:
-    if not list_numbers(directory):
-        raise NoCheckpointError(f"there is no published version in {directory}")
     has_worked = _go_to_newest(directory, followed, command, as_json=as_json)
-    if has_worked is False and followed.current is not None and not as_json:
+    if followed.current is None:
+        raise NoCheckpointError(f"there is no published version in {directory}")
+    if has_worked is False and not as_json:
         terminal_console().print(f"version {followed.current.number} is there already, and the newest", highlight=False)
     raise typer.Exit(1 if has_worked is None else 0)
 
 
 def _split(command: str) -> list[str]:
-    arguments = shlex.split(command)
+    try:
+        arguments = shlex.split(command)
+    except ValueError as error:
+        raise InvalidArgumentError(f"--exec: {command!r} is no command: {error}") from error
     if not arguments or shutil.which(arguments[0]) is None:
         raise InvalidArgumentError(f"--exec: there is no program {command!r}")
     return arguments
@@ -98,10 +103,8 @@ def _go_to_newest(
     directory: Path, followed: FollowedFolder, command: list[str] | None, *, as_json: bool
 ) -> bool | None:
     """Return whether there was a newer version; ``None`` if the command has failed after it."""
-    newest = max(list_numbers(directory), default=0)
-    if followed.current is not None and followed.current.number >= newest:
-        return False
-    if not newest:
+    newest = choose_version(directory, followed.current)
+    if newest <= (0 if followed.current is None else followed.current.number):
         return False
     began = time.perf_counter()
     version = followed.update(directory, newest)

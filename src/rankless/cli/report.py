@@ -20,6 +20,7 @@ from rankless.cli.command_process import leave_on_interrupt
 from rankless.cli.completion import complete_checkpoints
 from rankless.cli.verify_one import verify_checkpoint
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError, NoCheckpointError
+from rankless.formats.weights.version_files import list_numbers, manifest_path
 from rankless.inspection.brief_text import format_brief
 from rankless.inspection.checkpoint_statistics import measure_checkpoint, select_tensors
 from rankless.inspection.compare import compare_metadata, compare_suspects
@@ -31,6 +32,7 @@ from rankless.report.difference_report import describe_difference
 from rankless.report.page import render_page
 from rankless.report.run_report import ReportOptions, Verified, describe_checkpoint, describe_run
 from rankless.report.statistics import Statistics
+from rankless.report.weights_report import describe_versions
 from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.run_store import tag_of
 from rankless.storage.atomic_rename import replace_output
@@ -63,7 +65,7 @@ def report(  # noqa: PLR0917 - options of the command
     verify: Annotated[bool, typer.Option("--verify", help="Read and verify the checkpoint.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Leave nothing out, however large the page is.")] = False,
 ) -> None:
-    """Write a page that shows what a run looks like: its saves, where the bytes are, and its tensors.
+    """Write a page that shows what a run, or published weights, look like: saves, where the bytes are, and tensors.
 
     The page is one HTML file, which opens without a network. Of a long run it shows a sample, and says so; with --full
     all. The values of tensors are shown of checkpoints that were saved with stats=True. With two checkpoints the page
@@ -90,7 +92,11 @@ def _describe_current(path: Path, *, stats: bool, verify: bool, full: bool) -> M
 
 
 def _describe_target(path: Path, *, stats: bool, verify: bool, full: bool) -> Mapping[str, Any]:
-    """Describe the run that a path is, or is in, or else the checkpoint that it is."""
+    """Describe published weights, or the run that a path is, or is in, or else the checkpoint that it is."""
+    if numbers := list_numbers(path):
+        newest = manifest_path(path, numbers[-1])
+        verified = {str(numbers[-1]): asdict(verify_checkpoint(newest))} if verify else {}
+        return describe_versions(path, ReportOptions(_find_or_compute if stats else _find_kept, verified, is_full=full))
     run, focus = _find_focus(path)
     checkpoint = path if focus is None else focus.path
     options = ReportOptions(

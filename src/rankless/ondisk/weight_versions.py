@@ -37,6 +37,9 @@ RANGES, DATA = "ranges", "data"
 #: The most bytes of a part, and the most parts of a delta.
 LARGEST_PART, MOST_PARTS = 2**31, 2**20
 
+#: The most ranges of a part.
+MOST_RANGES = 2**18
+
 #: The most spaces after the header of a model file.
 _MOST_PADDING = 2**16
 

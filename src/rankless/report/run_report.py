@@ -38,7 +38,7 @@ from rankless.storage.links_and_clones import own_bytes
 from rankless.storage.store import store_of
 
 #: The most checkpoints, entries of the timeline, and checkpoints with statistics, in a page that is not full.
-_MAX_CHECKPOINTS, _MAX_ENTRIES, _MAX_STATISTICS = 300, 1_000, 20
+MAX_CHECKPOINTS, _MAX_ENTRIES, MAX_STATISTICS = 300, 1_000, 20
 
 #: The tags and statistics of checkpoints, oldest first.
 History = Sequence[tuple[str, Statistics]]
@@ -73,7 +73,7 @@ def describe_run(run: Path, tag: str, options: ReportOptions) -> dict[str, Any]:
     focus = next(info for info in reversed(checkpoints) if info.status == "complete" and info.tag == tag)
     until_focus = next(tree for tree in trees if tree.run == focus.run).ancestors_of(focus)
     history, unread = _read_history(until_focus, options)
-    shown = sample_evenly(checkpoints, options.limit(_MAX_CHECKPOINTS))
+    shown = sample_evenly(checkpoints, options.limit(MAX_CHECKPOINTS))
     inspected = inspect_exact_path(focus.path)
     findings = [
         *judge_checkpoints(checkpoints, leftovers),
@@ -85,7 +85,7 @@ def describe_run(run: Path, tag: str, options: ReportOptions) -> dict[str, Any]:
         *judge_values(history),
     ]
     return {
-        **_describe_page("run", run, inspected, findings, options),
+        **describe_page("run", run, inspected, findings, options),
         "focus": tag,
         "checkpoints": _checkpoint_rows(run, shown),
         "checkpoints_omitted": len(checkpoints) - len(shown),
@@ -96,27 +96,28 @@ def describe_run(run: Path, tag: str, options: ReportOptions) -> dict[str, Any]:
             history=entries[0] if entries else Entry(),
             trees=trees,
         ).as_record(),
-        **_describe_tensors(inspected, until_focus[-2] if len(until_focus) > 1 else None, history),
-        "statistics_omitted": max(0, len(until_focus) - options.limit(_MAX_STATISTICS)),
+        **describe_tensors(inspected, until_focus[-2] if len(until_focus) > 1 else None, history),
+        "statistics_omitted": max(0, len(until_focus) - options.limit(MAX_STATISTICS)),
     }
 
 
 def describe_checkpoint(path: Path, options: ReportOptions) -> dict[str, Any]:
     """Return the data of the report of one checkpoint of any format."""
     inspected = inspect_exact_path(path)
-    history, unread = _collect_statistics([(path.name, lambda: inspected)], options)
+    history, unread = collect_statistics([(path.name, lambda: inspected)], options)
     findings = [*judge_verification(options.verified), *unread, *judge_values(history)]
     return {
-        **_describe_page("checkpoint", path, inspected, findings, options),
+        **describe_page("checkpoint", path, inspected, findings, options),
         "focus": path.name,
-        **_describe_tensors(inspected, None, history),
+        **describe_tensors(inspected, None, history),
         "statistics_omitted": 0,
     }
 
 
-def _describe_page(
+def describe_page(
     kind: str, path: Path, inspected: InspectedCheckpoint, findings: Sequence[Finding], options: ReportOptions
 ) -> dict[str, Any]:
+    """Return what every page has: of which checkpoint it is, its size, and what was found."""
     manifest = inspected.manifest
     return {
         "kind": kind,
@@ -133,9 +134,8 @@ def _describe_page(
     }
 
 
-def _describe_tensors(
-    inspected: InspectedCheckpoint, before: CheckpointInfo | None, history: History
-) -> dict[str, Any]:
+def describe_tensors(inspected: InspectedCheckpoint, before: CheckpointInfo | None, history: History) -> dict[str, Any]:
+    """Return the table of tensors: what they share with the checkpoint before, and the statistics, if there are any."""
     tensors = list_tensors(inspected)
     sharing = "" if before is None else _compare_with(tensors, inspected, before)
     return {
@@ -164,11 +164,11 @@ def _read_journal(run: Path) -> tuple[list[JournalEntry], list[Finding]]:
 
 def _read_history(infos: Sequence[CheckpointInfo], options: ReportOptions) -> tuple[History, list[Finding]]:
     """Return the statistics of checkpoints, which are sampled if there are many."""
-    sampled = sample_evenly(infos, options.limit(_MAX_STATISTICS))
-    return _collect_statistics([(info.tag, partial(inspect_exact_path, info.path)) for info in sampled], options)
+    sampled = sample_evenly(infos, options.limit(MAX_STATISTICS))
+    return collect_statistics([(info.tag, partial(inspect_exact_path, info.path)) for info in sampled], options)
 
 
-def _collect_statistics(
+def collect_statistics(
     checkpoints: Sequence[tuple[str, Callable[[], InspectedCheckpoint]]], options: ReportOptions
 ) -> tuple[History, list[Finding]]:
     """Return the statistics of checkpoints that have some, and a finding for each that cannot be read.

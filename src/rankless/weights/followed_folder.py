@@ -129,21 +129,26 @@ class FollowedFolder(ClosingMixin):
         there are newer ones then; ``CorruptCheckpointError`` or ``StorageError`` if no way leads to the bytes that its
         manifest proves. The current version stays then.
         """
-        manifest = read_manifest(directory, number)
-        read = remember_manifests(lambda older: read_manifest(directory, older), {number: manifest})
+        try:
+            return self._try_routes(directory, read_manifest(directory, number))
+        except (CorruptCheckpointError, NoCheckpointError, StorageError) as error:
+            if _is_of_folder(error) or max(list_numbers(directory), default=0) <= number:
+                raise
+            raise CheckpointReplacedError(
+                f"version {number} of {directory} was removed: there are newer ones"
+            ) from error
+
+    def _try_routes(self, directory: Path, manifest: VersionManifest) -> FollowedVersion:
+        read = remember_manifests(lambda older: read_manifest(directory, older), {manifest.number: manifest})
         first: Exception | None = None
         for route in self._iterate_routes(directory, manifest, read):
             try:
                 return self._follow(directory, manifest, route)
             except (CorruptCheckpointError, NoCheckpointError, StorageError) as error:
-                if isinstance(error, StorageError) and error.errno in _OF_THE_FOLDER:
+                if _is_of_folder(error):
                     raise
                 first = first or error
-        if max(list_numbers(directory), default=0) > number:
-            raise CheckpointReplacedError(
-                f"version {number} of {directory} was removed: there are newer ones"
-            ) from first
-        raise first or NoCheckpointError(f"no way leads to version {number} of {directory}")
+        raise first or NoCheckpointError(f"no way leads to version {manifest.number} of {directory}")
 
     def _iterate_routes(
         self, directory: Path, manifest: VersionManifest, read: Callable[[int], VersionManifest]
@@ -230,6 +235,10 @@ class FollowedFolder(ClosingMixin):
 
     def __enter__(self) -> Self:
         return self
+
+
+def _is_of_folder(error: Exception) -> bool:
+    return isinstance(error, StorageError) and error.errno in _OF_THE_FOLDER
 
 
 def remove_if_abandoned(path: Path) -> None:

@@ -49,7 +49,7 @@ class WeightFollower:
         timeout: How many seconds ranks wait for each other before all of them fail.
 
     Raises:
-        StateError: Another follower has the folder. :meth:`update` raises it.
+        StateError: Another follower has the folder, or the weights directory was made anew. :meth:`update` raises it.
         InvalidArgumentError: The folder has something at ``current`` that no follower has made, or the path has
             checkpoints, and no versions. :meth:`update` raises it.
     """
@@ -106,6 +106,7 @@ class WeightFollower:
 
         Raises:
             CorruptCheckpointError: No way leads to the bytes of the version. What was there before stays.
+            NoCheckpointError: Versions that the newest one is based on were removed. What was there before stays.
             StorageError: The directory or the folder cannot be read or written. What was there before stays.
             MismatchError: The model has other tensors than the version. Nothing was changed.
         """

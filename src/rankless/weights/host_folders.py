@@ -22,12 +22,12 @@ from msgspec.structs import replace
 from rankless.engine.comm.process_group_argument import ProcessGroupArgument, current_process_group
 from rankless.engine.comm.session import RankGroup, Session
 from rankless.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError, StateError, StorageError
-from rankless.formats.weights.version_files import list_numbers, read_manifest
-from rankless.ondisk.weight_versions import VersionManifest
+from rankless.formats.weights.version_files import read_manifest
+from rankless.ondisk.weight_versions import VersionKey, VersionManifest
 from rankless.process.prepared_types import prepared
 from rankless.storage.directory_trees import remove_tree
 from rankless.storage.posix import host_id, is_directory, list_names
-from rankless.weights.directory_check import check_no_checkpoints
+from rankless.weights.choose_version import choose_version
 from rankless.weights.followed_folder import FollowedFolder, FollowedVersion, remove_if_abandoned
 
 #: Where the folder of a host is, unless the caller passes one: in its memory, if it has such a file system.
@@ -96,7 +96,7 @@ class HostFolders:
         for attempt in range(_ATTEMPTS):
             try:
                 return self._go(loaded)
-            except CheckpointReplacedError:  # a publisher has removed what this was based on
+            except NoCheckpointError:  # a publisher has removed what this was based on
                 if attempt == _ATTEMPTS - 1:
                     raise
         return None
@@ -116,11 +116,9 @@ class HostFolders:
         """Return the goal, on rank 0. ``posted`` has the hosts of all ranks, and what they have."""
         ranks = [msgspec.msgpack.decode(raw, type=_Here) for raw in posted]
         hosts = [rank.host for rank in ranks]
-        newest = max(list_numbers(self._directory), default=0)
-        if not newest:
-            check_no_checkpoints(self._directory)
-        if self.manifest is not None:
-            newest = self._check_same_history(newest, self.manifest)
+        if self._folder is None and self.place is not None and not self._is_temporary:
+            self._open_folder(self.place)
+        newest = choose_version(self._directory, self._find_own())
         leaders = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
         goal = _Goal(
             newest if newest > min(rank.loaded for rank in ranks) else 0,
@@ -129,24 +127,11 @@ class HostFolders:
         )
         return msgspec.msgpack.encode(goal)
 
-    def _check_same_history(self, newest: int, own: VersionManifest) -> int:
-        """Return the version to go to, on rank 0: none that is older than the own one.
-
-        A list of an object store may be late. Raises ``StateError`` if the directory has other versions than those that
-        were followed so far: it was made anew.
-        """
-        if newest > own.number:
-            return newest
-        try:
-            is_same = read_manifest(self._directory, own.number).key == own.key
-        except NoCheckpointError:
-            is_same = False
-        if is_same or not newest:
-            return own.number
-        raise StateError(
-            f"{self._directory} was made anew: it has version {newest}, and no longer the version {own.key} that was "
-            "followed. To follow the new versions, begin with a new follower and an empty folder"
-        )
+    def _find_own(self) -> VersionKey | None:
+        """Return the version that the folder of this host has, or else that which all hosts had last."""
+        if self._folder is not None and self._folder.current is not None:
+            return self._folder.current
+        return None if self.manifest is None else self.manifest.key
 
     def _follow_together(self, session: Session, goal: _Goal) -> VersionManifest:
         def follow() -> None:
@@ -173,6 +158,8 @@ class HostFolders:
             return
         if folder.current is None or folder.current.number < goal.number:
             self.followed = folder.update(self._directory, goal.number)
+        elif choose_version(self._directory, folder.current) > goal.number:
+            raise CheckpointReplacedError(f"there is a newer version than {goal.number} in {self._directory}")
         elif folder.current != read_manifest(self._directory, goal.number).key:
             raise StateError(
                 f"{folder.path} has version {folder.current}, which {self._directory} does not have: the weights "

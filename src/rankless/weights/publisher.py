@@ -7,6 +7,7 @@ A publication is a save of one component (:mod:`rankless.components.component_co
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -158,7 +159,7 @@ class WeightPublisher:
     def _is_busy(self) -> bool:
         """Return whether the publication before is in progress on rank 0: all ranks do the same."""
         session = saves.rank_group(self._group).open_session(self._timeout)
-        handle = self._handle
+        handle = self._handle if self._state.process == os.getpid() else None  # a parent's handle never ends here
         _, raw = session.vote(
             "deciding whether to publish",
             lambda: None,

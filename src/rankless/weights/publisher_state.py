@@ -39,6 +39,8 @@ class PublisherState:
     own_deltas: list[OwnDelta] | None = field(default_factory=list)
     #: The version that could not be committed, or whose commit was not answered.
     failed: VersionKey | None = None
+    #: On rank 0, the highest number that was committed: it is not used again, also if its version was removed.
+    last_number: int = 0
     has_removed_abandoned: bool = False
     #: On rank 0, what changes if the manifest of the base does.
     base_version: str = ""

@@ -30,7 +30,7 @@ from rankless.engine.io.requests import Fragments, ProviderOf
 from rankless.engine.io.upload_target import FileFrame
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.writer_cells import CellGrain
-from rankless.errors import RanklessError, WeightsConflictError
+from rankless.errors import CorruptCheckpointError, RanklessError, WeightsConflictError
 from rankless.formats.weights.version_files import list_numbers, manifest_path
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.block_crcs import crc64
@@ -145,7 +145,10 @@ class VersionOutput:
         """Return the number of the new version. Raises ``WeightsConflictError`` if another publisher is active."""
         state, newest = self._state, max(list_numbers(self._directory), default=0)
         # A list of objects may be late: what is asked for by its name is not.
+        if state.failed is not None and state.failed.number > newest and is_committed(self._directory, state.failed):
+            newest = state.failed.number
         if state.base is None:
+            newest = max(newest, state.last_number)
             while store_of(self._directory).file_exists(manifest_path(self._directory, newest + 1)):
                 newest += 1
         elif newest < state.base.number and self._has_own_manifest(state.base.number):
@@ -164,8 +167,12 @@ class VersionOutput:
 
     def _has_own_manifest(self, number: int) -> bool:
         """Return whether the newest manifest is that which this publisher has created."""
-        path = manifest_path(self._directory, number)
-        return store_of(path).file_version(path) == self._state.base_version
+        state, path = self._state, manifest_path(self._directory, number)
+        found = store_of(path).file_version(path)
+        if found != state.base_version and state.base is not None:  # a copy, a link or a chmod has changed it, too
+            with suppress(CorruptCheckpointError):
+                state.base_version = found if is_committed(self._directory, state.base.key) else state.base_version
+        return found == state.base_version
 
     def _begin_anchor(self, key: VersionKey, files: FileSet, frames: Sequence[FileFrame]) -> bytes:
         self._anchor = self._open_anchor(anchor_name(key))
@@ -195,7 +202,11 @@ class VersionOutput:
         def commit(fragments: Fragments, posted: list[bytes]) -> bytes:
             by_rank = [msgspec.msgpack.decode(raw, type=_WrittenParts) for raw in posted]
             manifest = self._make_manifest(component, begun, fragments, by_rank)
-            self._state.base_version = commit_version(self._directory, manifest)
+            try:
+                self._state.base_version = commit_version(self._directory, manifest)
+            except WeightsConflictError:
+                self._state.forget()
+                raise
             self._is_committed = True
             self._note_committed(manifest)
             return _encode(replace(manifest, files=[replace(file, header="") for file in manifest.files]))
@@ -267,7 +278,7 @@ class VersionOutput:
         """Note on rank 0 that the version was committed: the next one is based on it."""
         state = self._state
         state.since_anchor = 0 if manifest.is_anchor else state.since_anchor + 1
-        state.base, state.failed = manifest, None
+        state.base, state.failed, state.last_number = manifest, None, manifest.number
 
     def _keep_copy(self, begun: _BegunVersion) -> None:
         """Keep the published bytes of this rank. If that fails, the next version is stored as it is."""

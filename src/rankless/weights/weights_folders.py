@@ -18,7 +18,7 @@ from rankless.formats.safetensors import has_our_checksums
 from rankless.formats.weights.version_files import list_numbers, manifest_path, read_manifest
 from rankless.ondisk.weight_versions import VersionKey, VersionManifest, anchor_name, delta_name, encode_version
 from rankless.storage.store import store_of
-from rankless.weights.directory_check import check_no_checkpoints
+from rankless.weights.choose_version import check_no_checkpoints
 
 _FOLDER_NAME = re.compile(r"(anchor|delta)-([0-9]+)-([0-9a-f]{16})")
 
@@ -60,7 +60,8 @@ def commit_version(directory: Path, manifest: VersionManifest) -> str:
         raise _conflict(directory, manifest.number)
     newest = max(list_numbers(directory), default=manifest.number)
     if newest > manifest.number:
-        remove_version(directory, manifest)
+        with suppress(StorageError):  # the other publisher may be removing it, too
+            remove_version(directory, manifest)
         raise _conflict(directory, newest)
     return store.file_version(path)
 

@@ -162,3 +162,49 @@ def test_options_of_a_run_are_refused_for_two(run: Path) -> None:
     result = run_command("report", str(run), str(run), "--stats")
     assert result.returncode != 0
     assert "leave them out" in result.stderr
+
+
+def publish(directory: Path, versions: int) -> None:
+    model = torch.nn.Linear(8, 8)
+    with rankless.WeightPublisher(directory, anchor_every=3) as publisher:
+        for step in range(versions):
+            with torch.no_grad():
+                model.weight[0, 0] += 1
+            publisher.publish(model, step=step, metrics={"reward": step / 2})
+
+
+@pytest.mark.parametrize("option", ["", "--verify", "--stats", "--full"])
+def test_published_weights(tmp_path: Path, option: str) -> None:
+    publish(tmp_path / "weights", 4)
+    invoke("report", tmp_path / "weights", "-o", tmp_path / "report.html", *([option] if option else []))
+    data = read_data(tmp_path / "report.html")
+    versions = rankless.list_weight_versions(tmp_path / "weights")
+    assert (data["kind"], data["focus"], data["step"]) == ("weights", "4", 3)
+    assert [finding for finding in data["findings"] if finding[0] != "note"] == []
+    assert [(row[0], row[2], row[6], row[7], row[8], row[9]) for row in data["checkpoints"]] == [
+        (
+            str(version.number),
+            version.step,
+            version.nbytes,
+            version.written_bytes,
+            ["anchor" if version.number in {1, 4} else "delta"],
+            {"reward": (version.number - 1) / 2},
+        )
+        for version in versions
+    ]
+    assert list(data["verified"]) == (["4"] if option == "--verify" else [])
+    assert (data["statistics"] is None) == (option != "--stats")
+
+
+def test_published_weights_with_a_corrupt_manifest(tmp_path: Path) -> None:
+    publish(tmp_path / "weights", 3)
+    second, third = (rankless.list_weight_versions(tmp_path / "weights")[place].path for place in (1, 2))
+    second.write_bytes(second.read_bytes()[:-9])
+    invoke("report", tmp_path / "weights", "-o", tmp_path / "report.html")
+    data = read_data(tmp_path / "report.html")
+    found = {text[:2]: level for level, text in data["findings"]}
+    assert found == {"2:": "bad", "3:": "bad"}, "the third is based on the second"
+    assert ([row[0] for row in data["checkpoints"]], data["focus"]) == (["1", "3"], "1")
+    third.write_bytes(b"")
+    (tmp_path / "weights/versions" / second.name.replace("2", "1")).write_bytes(b"{}")
+    assert "no version in" in invoke("report", tmp_path / "weights", "-o", tmp_path / "none.html", code=1).stderr

@@ -29,6 +29,7 @@ from rankless.ondisk.weight_versions import (
     ENCODING,
     FIRST_SIZE,
     LARGEST_PART,
+    MOST_RANGES,
     MOST_WORDS,
     OFFSET,
     RANGES,
@@ -94,7 +95,7 @@ def open_part(folder: Path, part: PublishedFile, tensors: Sequence[TensorWords])
     if table is None or data is None or len(entries) != len((RANGES, DATA)) or size != part.size or size > LARGEST_PART:
         raise CorruptCheckpointError(f"{path} is not the part of a version that its manifest names")
     rows = table.shape[0] if table.shape else 0
-    if (table.dtype, table.shape, data.dtype) != ("I64", (rows, COLUMNS), "U8"):
+    if rows > MOST_RANGES or (table.dtype, table.shape, data.dtype) != ("I64", (rows, COLUMNS), "U8"):
         raise CorruptCheckpointError(f"{path} has no table of ranges that a publisher writes")
     raw = bytearray(table.nbytes)
     with store_of(path).open_reader(path) as reader:

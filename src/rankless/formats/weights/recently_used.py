@@ -13,6 +13,9 @@ class _HasSize(Protocol):
     def nbytes(self) -> int: ...
 
 
+#: About how many bytes the entry of a value takes, besides its own.
+_ENTRY_BYTES = 1024
+
 Kept = TypeVar("Kept", bound=_HasSize)
 
 
@@ -45,8 +48,8 @@ class RecentlyUsed(Generic[Kept]):
     def _keep(self, key: Hashable, made: Kept) -> None:
         with self._lock:
             self._kept[key] = made
-            self._nbytes += made.nbytes
+            self._nbytes += made.nbytes + _ENTRY_BYTES
             while self._nbytes > self._most and len(self._kept) > 1:
                 old, forgotten = self._kept.popitem(last=False)
                 self._turns.pop(old, None)
-                self._nbytes -= forgotten.nbytes
+                self._nbytes -= forgotten.nbytes + _ENTRY_BYTES

@@ -50,6 +50,8 @@ def find_route(
 ) -> Route:
     """Return the way to ``target`` with the fewest bytes to read. Errors name the ``directory``.
 
+    Beyond a number of versions the search ends, and the best way is returned that was found so far.
+
     ``have`` are versions that the reader has at no cost. ``avoided`` are folders whose files are missing or corrupt.
     Raises ``NoCheckpointError`` if there is no way, because versions were removed; ``CorruptCheckpointError`` if the
     manifest of one is corrupt.
@@ -59,6 +61,7 @@ def find_route(
     seen: set[VersionKey] = set()
     order = count()
     ways: list[tuple[int, int, Route]] = [(0, next(order), Route(target.key, "", (), 0))]
+    oldest = min((key.number for key in have), default=None)
     while ways and len(seen) < _MOST_VERSIONS:
         *_, way = heapq.heappop(ways)
         if way.anchor or way.start in have:
@@ -68,8 +71,11 @@ def find_route(
         seen.add(way.start)
         manifest = known.get(way.start) or _find_manifest(way.start, read_manifest, corrupt)
         if manifest is not None:
-            for longer in _extend(way, manifest, avoided):
+            for longer in _extend(way, manifest, avoided, oldest):
                 heapq.heappush(ways, (longer.nbytes, next(order), longer))
+    found = [way for *_, way in sorted(ways) if way.anchor or way.start in have]
+    if found:
+        return found[0]
     if corrupt:
         raise corrupt[0]
     raise NoCheckpointError(
@@ -77,10 +83,17 @@ def find_route(
     )
 
 
-def _extend(way: Route, manifest: VersionManifest, avoided: Collection[str]) -> Iterator[Route]:
-    """Yield the ways that begin where version ``manifest`` comes from, and go on as ``way`` does."""
-    if manifest.is_anchor and manifest.anchor.folder not in avoided:
+def _extend(way: Route, manifest: VersionManifest, avoided: Collection[str], oldest: int | None) -> Iterator[Route]:
+    """Yield the ways that begin where version ``manifest`` comes from, and go on as ``way`` does.
+
+    Deltas lead from an anchor to anchors of the same size only, because they need the same files. So no way through an
+    anchor to another one is cheaper, and if the reader has no version, or the ``oldest`` is newer, none is yielded.
+    """
+    has_anchor = manifest.is_anchor and manifest.anchor.folder not in avoided
+    if has_anchor:
         yield Route(manifest.key, manifest.anchor.folder, way.steps, way.nbytes + manifest.anchor_bytes)
+        if oldest is None or manifest.number <= oldest:
+            return
     for delta in manifest.deltas if manifest.folder not in avoided else ():
         steps = (Step(manifest.folder, delta), *way.steps)
         yield Route(delta.base, "", steps, way.nbytes + delta.nbytes)

@@ -70,7 +70,10 @@ class WeightsReader:
         base = SafetensorsFile.open(path)
         if base.header.entries != header.entries:
             raise CorruptCheckpointError(f"{path} has other tensors than {self.path} says: they are of two models")
-        return SafetensorsFile(path, replace(header, size=base.header.size), base.version)
+        opened = SafetensorsFile(path, replace(header, size=base.header.size), base.version)
+        if lacking := sorted(header.entries.keys() - opened.crcs.keys()):
+            raise CorruptCheckpointError(f"{self.path} has no CRCs of {lacking[0]!r}: it is corrupt")
+        return opened
 
     def _make_sources(
         self, files: Sequence[SafetensorsFile], steps: Sequence[Sequence[DifferencePart]]
@@ -106,11 +109,8 @@ class WeightsReader:
         return changed & {file.name for file in self.manifest.files}
 
     def stored_crcs(self, name: str) -> Sequence[int]:
-        """Return the CRCs of the blocks of a tensor, by its name in the files. Raises ``CorruptCheckpointError``."""
-        crcs = self._file_set.crcs.get(name)
-        if crcs is None:
-            raise CorruptCheckpointError(f"{self.path} has no CRCs of {name!r}")
-        return crcs
+        """Return the CRCs of the blocks of a tensor, by its name in the files."""
+        return self._file_set.crcs[name]
 
     def read_stored(self, name: str, start: int, into: memoryview, readers: ReaderPool) -> None:
         """Fill ``into`` with bytes of a tensor, by its name in the files, from ``start`` on."""

@@ -3,7 +3,8 @@
 function makeHealth(data) {
   const bad = data.findings.some(([level]) => level === 'bad');
   const headline = bad ? 'Needs attention' : data.kind === 'run' ? 'No problem found' : 'Nothing wrong was found';
-  const checks = data.kind === 'run' ? 'the names and manifests of all checkpoints, and the journal of saves' : 'the metadata of the checkpoint';
+  const looked = { run: 'the names and manifests of all checkpoints, and the journal of saves', weights: 'the manifests of all versions' };
+  const checks = looked[data.kind] ?? 'the metadata of the checkpoint';
   const unread = Object.keys(data.verified).length ? '' : ' Tensor bytes were not verified (--verify).';
   const unknown = data.statistics ? '' : ' Values were not looked at (--stats).';
   return make('section', { class: `panel health ${bad ? 'bad' : ''}`, 'aria-label': 'Health' },
@@ -34,7 +35,9 @@ function makeCards(data, tensors) {
   if (data.checkpoints) {
     const own = data.checkpoints.reduce((sum, row) => sum + row[7], 0);
     const total = data.checkpoints.length + data.checkpoints_omitted;
-    cards.push(makeCard('In the run', formatCount(total, 'checkpoint'), data.checkpoints_omitted ? `${data.checkpoints.length} of them are shown` : `${formatBytes(own)} of the disk by themselves`));
+    const note = data.kind === 'weights' ? `${formatBytes(own)} written for them` : `${formatBytes(own)} of the disk by themselves`;
+    const [title, noun] = data.kind === 'weights' ? ['Published', 'version'] : ['In the run', 'checkpoint'];
+    cards.push(makeCard(title, formatCount(total, noun), data.checkpoints_omitted ? `${data.checkpoints.length} of them are shown` : note));
   }
   return make('div', { class: 'cards' }, ...cards);
 }
@@ -54,15 +57,16 @@ function makeSides(data, tensors) {
 
 function makeCheckpoints(data) {
   const rows = [...data.checkpoints].reverse();
-  const columns = [['tag', 'text'], ['step', 'right'], ['saved', 'nowrap'], ['ranks', 'right'], ['run', 'nowrap'], ['size', 'right'], ['own disk', 'right'], ['status', 'text'], ['metrics', 'text']];
+  const isWeights = data.kind === 'weights', title = isWeights ? 'Versions' : 'Checkpoints';
+  const columns = [[isWeights ? 'version' : 'tag', 'text'], ['step', 'right'], [isWeights ? 'published' : 'saved', 'nowrap'], ['ranks', 'right'], ['run', 'nowrap'], ['size', 'right'], [isWeights ? 'written' : 'own disk', 'right'], ['status', 'text'], ['metrics', 'text']];
   const cells = rows.map(([tag, status, step, time, ranks, run, bytes, own, aliases, metrics, problem, isCurrent]) => [
     aliases.length ? `${tag} (${aliases.join(', ')})` : tag, formatStep(step), formatTime(time), ranks ? String(ranks) : '–', run.slice(0, 6),
     formatBytes(bytes), formatBytes(own), describeStatus(data, tag, isCurrent ? status : 'abandoned', problem),
     Object.entries(metrics).map(([name, value]) => `${name} ${formatNumber(value)}`).join(', ')]);
   const hasAbandoned = rows.some((row) => !row[11]);
   const order = `newest first${hasAbandoned ? ', then those from which the run went back' : ''}`;
-  const note = data.checkpoints_omitted ? `${rows.length} of ${(rows.length + data.checkpoints_omitted).toLocaleString('en')}, sampled evenly; --full shows all` : `${order}; own disk is what no other checkpoint shares`;
-  return panel('checkpoints', 'Checkpoints', note, makeTable('Checkpoints', columns, cells, (row) => (rows[row][1] !== 'complete' ? 'failed' : rows[row][11] ? null : 'abandoned')));
+  const note = data.checkpoints_omitted ? `${rows.length} of ${(rows.length + data.checkpoints_omitted).toLocaleString('en')}, sampled evenly; --full shows all` : isWeights ? order : `${order}; own disk is what no other checkpoint shares`;
+  return panel('checkpoints', title, note, makeTable(title, columns, cells, (row) => (rows[row][1] !== 'complete' ? 'failed' : rows[row][11] ? null : 'abandoned')));
 }
 
 function describeStatus(data, tag, status, problem) {
