@@ -143,36 +143,49 @@ class VersionOutput:
 
     def _next_number(self) -> int:
         """Return the number of the new version. Raises ``WeightsConflictError`` if another publisher is active."""
+        state, newest = self._state, self._find_newest()
+        if state.base is None or (newest == state.base.number and self._is_base_there(state.base)):
+            return newest + 1
+        last, failed = state.base, state.failed
+        state.forget()
+        if failed is not None and failed.number == newest and is_committed(self._directory, failed):
+            return newest + 1
+        found = f"has version {newest}, which this job has not published" if newest else "has no version any more"
+        raise WeightsConflictError(
+            f"{self._directory} {found}; its own last one is {last.number}: let only one job publish into a "
+            "directory, and let it remove versions itself. The next publication of this job is a whole model"
+        )
+
+    def _find_newest(self) -> int:
+        """Return the number of the newest version, or at least that of the last one of this job.
+
+        A list of objects may be late: what is asked for by its name is not.
+        """
         state, newest = self._state, max(list_numbers(self._directory), default=0)
-        # A list of objects may be late: what is asked for by its name is not.
         if state.failed is not None and state.failed.number > newest and is_committed(self._directory, state.failed):
-            newest = state.failed.number
+            return state.failed.number
         if state.base is None:
             newest = max(newest, state.last_number)
             while store_of(self._directory).file_exists(manifest_path(self._directory, newest + 1)):
                 newest += 1
-        elif newest < state.base.number and self._has_own_manifest(state.base.number):
-            newest = state.base.number
-        if state.base is None or (newest == state.base.number and self._has_own_manifest(state.base.number)):
-            return newest + 1
-        last, failed = state.base, state.failed
-        state.forget()
-        if failed is None or failed.number != newest or not is_committed(self._directory, failed):
-            found = f"has version {newest}, which this job has not published" if newest else "has no version any more"
-            raise WeightsConflictError(
-                f"{self._directory} {found}; its own last one is {last.number}: let only one job publish into a "
-                "directory, and let it remove versions itself. The next publication of this job is a whole model"
-            )
-        return newest + 1
+        elif newest < state.base.number and self._is_base_there(state.base):
+            return state.base.number
+        return newest
 
-    def _has_own_manifest(self, number: int) -> bool:
-        """Return whether the newest manifest is that which this publisher has created."""
-        state, path = self._state, manifest_path(self._directory, number)
+    def _is_base_there(self, base: VersionManifest) -> bool:
+        """Return whether the manifest of the base is that which this publisher has created.
+
+        It is read only if its file has changed, as by a copy of the directory, a hard link or ``chmod``.
+        """
+        path = manifest_path(self._directory, base.number)
         found = store_of(path).file_version(path)
-        if found != state.base_version and state.base is not None:  # a copy, a link or a chmod has changed it, too
+        is_there = found == self._state.base_version
+        if not is_there:
             with suppress(CorruptCheckpointError):
-                state.base_version = found if is_committed(self._directory, state.base.key) else state.base_version
-        return found == state.base_version
+                is_there = is_committed(self._directory, base.key)
+        if is_there:
+            self._state.base_version = found
+        return is_there
 
     def _begin_anchor(self, key: VersionKey, files: FileSet, frames: Sequence[FileFrame]) -> bytes:
         self._anchor = self._open_anchor(anchor_name(key))
