@@ -18,7 +18,6 @@ import typer
 from rankless.cli.command_process import leave_on_interrupt
 from rankless.cli.output import print_json, print_warning
 from rankless.errors import InvalidArgumentError, NoCheckpointError, RanklessError, StateError
-from rankless.formats.weights.version_files import list_numbers
 from rankless.observe.terminal import escape_control_characters, terminal_console
 from rankless.observe.units import format_seconds, format_size
 from rankless.storage.location import parse_location
@@ -64,9 +63,7 @@ def follow(  # noqa: PLR0917 - options of the command
     with FollowedFolder(parse_location(folder).absolute()) as followed:
         if once:
             _follow_once(directory, followed, arguments, as_json=as_json)
-        wait = seconds
-        if not list_numbers(directory):
-            print_warning(f"there is no published version in {directory} yet: waiting for the first one")
+        wait, has_said = seconds, False
         while True:
             try:
                 has_worked = _go_to_newest(directory, followed, arguments, as_json=as_json)
@@ -77,6 +74,9 @@ def follow(  # noqa: PLR0917 - options of the command
                 print_warning(f"the folder stays as it is: {error}")
                 has_worked, wait = False, min(2 * wait, _LONGEST_WAIT)
             if not has_worked:
+                if followed.current is None and not has_said:
+                    print_warning(f"there is no published version in {directory} yet: waiting for the first one")
+                    has_said = True
                 time.sleep(wait)
 
 
@@ -143,11 +143,12 @@ def _print_version(version: FollowedVersion, seconds: float, *, as_json: bool) -
             }
         )
         return
-    way = f"its anchor {route.start.number}" if route.anchor else f"version {route.start.number}"
+    deltas = f"deltas since version {route.start.number}"
+    way = f"anchor {route.start.number}{', and deltas' if route.steps else ''}" if route.anchor else deltas
     step = "" if manifest.step is None else f", step {manifest.step}"
     read, proven = format_size(route.nbytes), format_size(version.verified_bytes)
     terminal_console().print(
-        f"version {manifest.number}{step}: read {read} from {way} on, proved {proven} in {format_seconds(seconds)}: "
+        f"version {manifest.number}{step}: read {read} ({way}), proved {proven} in {format_seconds(seconds)}: "
         f"{escape_control_characters(str(version.folder))}",
         highlight=False,
     )
