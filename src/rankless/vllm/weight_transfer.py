@@ -12,12 +12,13 @@ and the next call gets them. So each worker notes its status, and who drives the
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed import get_world_group
@@ -196,11 +197,13 @@ class RanklessWeightTransfer(WeightTransferEngine[WeightsInitInfo, WeightsUpdate
     def _load(self, folder: Path) -> None:
         """Load a folder of this host with the layerwise reload of vLLM: it repacks and quantizes layer by layer.
 
-        The end of the reload is inside of the block: it loads the layers that vLLM had put off.
+        The files are mapped: their bytes were proven when they were put together, are in memory, and generation waits.
+        A copy of the bytes that this worker needs, as ``open_weights`` makes it, takes 1.5 to 3 times as long here.
         """
-        with open_weights(folder, verify=False, process_group=SELF) as weights:  # proven when it was put together
+        with ExitStack() as opened:
+            files = [opened.enter_context(safe_open(path, "pt")) for path in sorted(folder.glob("*.safetensors"))]
             initialize_layerwise_reload(self.model)
-            self.model.load_weights(iter(weights))
+            self.model.load_weights((name, file.get_tensor(name)) for file in files for name in file.keys())  # noqa: SIM118
             finalize_layerwise_reload(self.model, self.model_config)
 
     def _fail(self, error: Exception) -> None:
