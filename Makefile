@@ -200,8 +200,8 @@ bench-objects: .bench-objects/installed
 	touch $@
 
 #: The peer in the tables of published weights, which nothing else uses.
-.bench-published/installed: .venv/installed
-	$(BIN)/python -m pip install --quiet --no-deps --target .bench-published 'zstandard==0.25.0'
+.bench-published/installed: requirements-bench-published.txt .venv/installed
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .bench-published --requirement requirements-bench-published.txt
 	touch $@
 
 ## crash: cut saves of every kind at every operation, and look at what a crash may leave

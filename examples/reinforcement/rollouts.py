@@ -27,8 +27,8 @@ def main(folder: Path, versions: int) -> None:
     )
     follower = EngineFollower(engine, str(folder / "weights"))
     prompt, parameters = [1, 5, 9], SamplingParams(n=32, max_tokens=12, min_tokens=12, detokenize=False, seed=0)
-    while follower.version < versions:
-        rankless.wait_for_weights(folder / "weights", after=follower.version)
+    while follower.version_number < versions:
+        rankless.wait_for_weights(folder / "weights", after=follower.version_number)
         number = follower.update()
         (request,) = engine.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
         rollouts = [

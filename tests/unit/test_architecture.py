@@ -251,6 +251,32 @@ def test_a_class_name_is_used_once() -> None:
     assert {name for name, count in names.items() if count > 1} == LIGHTNING_NAMES
 
 
+def test_what_docstrings_refer_to_exists() -> None:
+    wrong = [
+        f"{file.relative_to(ROOT)}: {match[0]}"
+        for folder in ("src", "tests", "benchmarks", "campaigns")
+        for file in (ROOT / folder).rglob("*.py")
+        for match in re.finditer(
+            r":(?:mod|class|func|meth|data|attr):`(?:[^`<]*<)?~?(rankless\.[\w.]+)>?`", file.read_text()
+        )
+        if not _exists(match[1])
+    ]
+    assert wrong == []
+
+
+def _exists(name: str) -> bool:
+    """Return whether a dotted name is a module, or what one has; modules are read and not imported."""
+    parts, path = name.split(".")[1:], SOURCE
+    while parts and (path / parts[0]).is_dir():
+        path /= parts.pop(0)
+    if parts and (path / f"{parts[0]}.py").is_file():
+        path /= f"{parts.pop(0)}.py"
+    elif path == SOURCE and parts:
+        return hasattr(rankless, parts[0])
+    text = path.read_text() if path.is_file() else (path / "__init__.py").read_text()
+    return all(re.search(rf"\b{part}\b", text) for part in parts)
+
+
 def test_every_format_in_the_registry_exists() -> None:
     paths = [path for known in registry.READABLE.values() for path in (known.detect, known.reader)]
     for path in [*paths, *registry.TARGETS.values()]:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import rankless
-from rankless.report.run_report import ReportOptions, describe_run
+from rankless.report.checkpoint_report import ReportOptions
+from rankless.report.run_report import describe_run
 from rankless.run import folder_run_store, journal, object_journal, object_run_store
 from rankless.run.cleanup import clean_up
 from rankless.run.journal import MAX_PLACEMENT, NAME, OLDER_NAME, JournalEntry, append_entry, read_journal

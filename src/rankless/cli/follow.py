@@ -50,9 +50,10 @@ def follow(  # noqa: PLR0917 - options of the command
 
     FOLDER/current leads to a folder with whole files, byte for byte those that save_model would have written. The link
     changes when every block is proven, so a reader sees the old version or the new one. The version before stays until
-    the next one. CMD gets the version and its step as RANKLESS_VERSION and RANKLESS_STEP, too. Versions that
-    are published while it runs are skipped, except for the newest. With --once the exit code is 1 if CMD fails. Without
-    it, errors are reported, and the next look tries again.
+    the next one. If a version cannot be followed, the error is printed, and the next look tries again. CMD gets the
+    version and its step as RANKLESS_VERSION and RANKLESS_STEP, too. Versions that are published while it runs are
+    skipped, except for the newest. If CMD fails, that is printed, and it is not run again for this version; with --once
+    the exit code is 1.
     """
     if not 0 < seconds <= _LONGEST_POLL:
         raise InvalidArgumentError(f"--poll must be above 0, and at most {_LONGEST_POLL}; got {seconds}")
@@ -65,28 +66,32 @@ def follow(  # noqa: PLR0917 - options of the command
             _follow_once(directory, followed, arguments, as_json=as_json)
         wait, has_said = seconds, False
         while True:
+            version = None
             try:
-                has_worked = _go_to_newest(directory, followed, arguments, as_json=as_json)
+                version = _go_to_newest(directory, followed, as_json=as_json)
                 wait = seconds
+                if followed.current is None and not has_said:
+                    print_warning(f"there is no published version in {directory} yet: waiting for the first one")
+                    has_said = True
             except (InvalidArgumentError, StateError):
                 raise
             except (RanklessError, OSError) as error:
                 print_warning(f"the folder stays as it is: {error}")
-                has_worked, wait = False, min(2 * wait, _LONGEST_WAIT)
-            if not has_worked:
-                if followed.current is None and not has_said:
-                    print_warning(f"there is no published version in {directory} yet: waiting for the first one")
-                    has_said = True
+                wait = min(2 * wait, _LONGEST_WAIT)
+            if version is None:
                 time.sleep(wait)
+            elif arguments is not None:
+                _run(arguments, version)
 
 
 def _follow_once(directory: Path, followed: FollowedFolder, command: list[str] | None, *, as_json: bool) -> None:
-    has_worked = _go_to_newest(directory, followed, command, as_json=as_json)
+    version = _go_to_newest(directory, followed, as_json=as_json)
     if followed.current is None:
         raise NoCheckpointError(f"there is no published version in {directory}")
-    if has_worked is False and not as_json:
+    if version is None and not as_json:
         terminal_console().print(f"version {followed.current.number} is there already, and the newest", highlight=False)
-    raise typer.Exit(1 if has_worked is None else 0)
+    has_failed = version is not None and command is not None and not _run(command, version)
+    raise typer.Exit(1 if has_failed else 0)
 
 
 def _split(command: str) -> list[str]:
@@ -99,20 +104,19 @@ def _split(command: str) -> list[str]:
     return arguments
 
 
-def _go_to_newest(
-    directory: Path, followed: FollowedFolder, command: list[str] | None, *, as_json: bool
-) -> bool | None:
-    """Return whether there was a newer version; ``None`` if the command has failed after it."""
+def _go_to_newest(directory: Path, followed: FollowedFolder, *, as_json: bool) -> FollowedVersion | None:
+    """Go to the newest version, and print it; ``None`` if the folder has it."""
     newest = choose_version(directory, followed.current)
     if newest <= (0 if followed.current is None else followed.current.number):
-        return False
+        return None
     began = time.perf_counter()
     version = followed.update(directory, newest)
     _print_version(version, time.perf_counter() - began, as_json=as_json)
-    return True if command is None or _run(command, version) else None
+    return version
 
 
 def _run(command: list[str], version: FollowedVersion) -> bool:
+    """Run the caller's program after a version. Warn, and return false, if it fails: it is not run again."""
     manifest = version.manifest
     step = "" if manifest.step is None else str(manifest.step)
     environment = {**os.environ, "RANKLESS_VERSION": str(manifest.number), "RANKLESS_STEP": step}

@@ -28,9 +28,10 @@ from rankless.inspection.inspected_checkpoint import InspectedCheckpoint, inspec
 from rankless.inspection.kept_statistics import find_statistics
 from rankless.observe.terminal import escape_control_characters, show_progress, terminal_console
 from rankless.observe.units import format_size
+from rankless.report.checkpoint_report import ReportOptions, Verified, describe_checkpoint
 from rankless.report.difference_report import describe_difference
 from rankless.report.page import render_page
-from rankless.report.run_report import ReportOptions, Verified, describe_checkpoint, describe_run
+from rankless.report.run_report import describe_run
 from rankless.report.statistics import Statistics
 from rankless.report.weights_report import describe_versions
 from rankless.run.checkpoint_info import CheckpointInfo

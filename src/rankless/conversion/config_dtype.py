@@ -1,7 +1,9 @@
 """The dtype that a ``config.json`` of transformers names.
 
 :class:`~rankless.conversion.native_target.NativeTarget` calls it on rank 0 of a conversion or an export that casts the
-model, when it writes the small files. Only entries that name a dtype may change, and no ``quantization_config``.
+model, when it writes the small files; :class:`~rankless.components.stored_component.StoredComponent` on rank 0 of a
+save of a model with ``dtype=``, and of published weights. Only entries that name a dtype may change, and no
+``quantization_config``.
 """
 
 from __future__ import annotations

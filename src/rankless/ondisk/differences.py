@@ -6,7 +6,7 @@ words of a bf16 model, most of them by a few units: both the gaps between change
 numbers, which Huffman codes store at their entropy. XOR, as others use, does not have small numbers.
 
 The publisher encodes in threads of each rank (:mod:`rankless.weights.version_parts`); readers decode
-(:mod:`rankless.formats.weights.difference_layer`). The encodings are parts of the format: see ``docs/format.md``.
+(:mod:`rankless.formats.weights.difference_parts`). The encodings are parts of the format: see ``docs/format.md``.
 What a corrupt or hostile part makes of them is refused by :func:`decode_range`, or by the CRCs of the version.
 """
 

@@ -37,8 +37,8 @@ RANGES, DATA = "ranges", "data"
 #: The most bytes of a part, and the most parts of a delta.
 LARGEST_PART, MOST_PARTS = 2**31, 2**20
 
-#: The most ranges of a part.
-MOST_RANGES = 2**18
+#: The most ranges of a part: a writer begins another part then, and a reader refuses more.
+MOST_RANGES = 2**17
 
 #: The most spaces after the header of a model file.
 _MOST_PADDING = 2**16

@@ -14,9 +14,7 @@ from rankless.errors import CorruptCheckpointError, NoCheckpointError
 from rankless.formats.weights.version_files import list_numbers, manifest_path, read_manifest
 from rankless.inspection.inspected_checkpoint import InspectedCheckpoint, inspect_exact_path
 from rankless.ondisk.weight_versions import VersionManifest
-from rankless.report.compaction import sample_evenly
-from rankless.report.health import Finding, judge_values, judge_verification
-from rankless.report.run_report import (
+from rankless.report.checkpoint_report import (
     MAX_CHECKPOINTS,
     MAX_STATISTICS,
     ReportOptions,
@@ -24,6 +22,8 @@ from rankless.report.run_report import (
     describe_page,
     describe_tensors,
 )
+from rankless.report.compaction import sample_evenly
+from rankless.report.health import Finding, judge_values, judge_verification
 
 
 def describe_versions(directory: Path, options: ReportOptions) -> dict[str, Any]:

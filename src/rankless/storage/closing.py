@@ -1,6 +1,6 @@
 """A mixin for classes that are closed at the end of a ``with`` block.
 
-Readers, writers and their pools, watches and loaders of weights inherit from it.
+Readers, writers and their pools, watches, loaders and followers of weights inherit from it.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class LocalTier:
     def describe(self) -> str:
         """Return the options that must be equal on all ranks, as text.
 
-        A save compares it in its first vote, a load does not. An option that may differ between hosts is left out.
+        Saves and loads compare it in their first vote. An option that may differ between hosts is left out.
         """
         return (
             f"{self.copies} copies, parity={self.parity}, drain_every={self.drain_every}, "

@@ -34,8 +34,8 @@ class _Begun:
         info = {"weights": str(weights), "folder": folder, "timeout": timeout}
         self._init = WeightTransferInitRequest(info)
         self._has_begun = False
-        #: The version that all workers serve; 0 for the weights that the engine was started with.
-        self.version = 0
+        #: The number of the version that all workers serve; 0 for the weights that the engine was started with.
+        self.version_number = 0
         #: For how many seconds generation could not go on in the last update.
         self.paused_seconds = 0.0
 
@@ -92,7 +92,7 @@ class EngineFollower(_Begun):
         if not number:
             return None
         engine.reset_prefix_cache()
-        self.version = number
+        self.version_number = number
         return number
 
 
@@ -132,7 +132,7 @@ class AsyncEngineFollower(_Begun):
             await engine.finish_weight_update(**version)
         if not number:
             return None
-        self.version = number
+        self.version_number = number
         return number
 
     async def _commit(self, number: int) -> None:

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rankless.components.component_calls import load_model
 from rankless.engine.comm.collective_call import collective_call
 from rankless.engine.comm.process_group_argument import ProcessGroupArgument
 from rankless.errors import MismatchError
+from rankless.storage.closing import ClosingMixin
 from rankless.storage.location import parse_location
 from rankless.weights.host_folders import HostFolders
 from rankless.weights.publication import WeightVersion
 
 
-class WeightFollower:
+class WeightFollower(ClosingMixin):
     """Follows the versions that a :class:`rankless.WeightPublisher` publishes.
 
     ```python
@@ -133,11 +133,3 @@ class WeightFollower:
     def close(self) -> None:
         """Let another follower have the folder. A folder in memory that this has made is removed."""
         self._folders.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

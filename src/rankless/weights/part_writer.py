@@ -15,11 +15,11 @@ from rankless.ondisk.block_crcs import BLOCK_BYTES, combine_crcs, crc64
 from rankless.ondisk.data_files import DataFile
 from rankless.ondisk.differences import EncodedRange
 from rankless.ondisk.header import HeaderEntry
-from rankless.ondisk.weight_versions import COLUMNS, DATA, RANGES, PublishedFile
+from rankless.ondisk.weight_versions import COLUMNS, DATA, MOST_RANGES, RANGES, PublishedFile
 from rankless.storage.store import store_of
 
-#: A part is written when it has this many bytes or ranges. A rank keeps no more encoded bytes than these.
-_PART_BYTES, _PART_RANGES = 24 * 2**20, 2**17
+#: A part is written when it has this many bytes, or :data:`MOST_RANGES`. A rank keeps no more encoded bytes than these.
+_PART_BYTES = 24 * 2**20
 
 
 class PartWriter:
@@ -37,7 +37,7 @@ class PartWriter:
         self._rows.append((tensor, start, count, encoded.encoding, encoded.changed, self._nbytes, *encoded.sizes))
         self._streams += encoded.streams
         self._nbytes += sum(encoded.sizes)
-        if self._nbytes >= _PART_BYTES or len(self._rows) >= _PART_RANGES:
+        if self._nbytes >= _PART_BYTES or len(self._rows) >= MOST_RANGES:
             self._write()
 
     def finish(self) -> list[PublishedFile]:

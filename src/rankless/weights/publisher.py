@@ -27,7 +27,7 @@ from rankless.errors import InvalidArgumentError, RanklessError
 from rankless.observe.spans import span
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.data_files import NO_ADAPTERS, SHARD_SIZE, parse_size
-from rankless.ondisk.validation import check_integer, check_number
+from rankless.ondisk.validation import check_choice, check_integer, check_number
 from rankless.ondisk.weight_versions import TrainingPoint
 from rankless.run_directory import RunDirectory
 from rankless.save.background import background_saves
@@ -100,8 +100,10 @@ class WeightPublisher:
             self._anchor_every = check_integer("anchor_every", anchor_every, smallest=1)
             self._keep = None if keep is None else check_integer("keep", keep, smallest=1)
             self._training = _check_training(training)
-            self._async_save, self._is_skipping = bool(async_save), _is_second("on_busy", on_busy, ("wait", "skip"))
-            self._is_warning = _is_second("on_failure", on_failure, ("raise", "warn"))
+            check_choice("on_busy", on_busy, ("wait", "skip"))
+            check_choice("on_failure", on_failure, ("raise", "warn"))
+            self._async_save, self._is_skipping = bool(async_save), on_busy == "skip"
+            self._is_warning = on_failure == "warn"
             self._limit = parse_size(max_shard_size)
             self._group, self._timeout = process_group, timeout
             self._state = PublisherState()
@@ -233,9 +235,3 @@ def _check_training(training: object) -> RunDirectory | None:
             f"training must be the RunDirectory that the training saves with; got {type(training).__qualname__}"
         )
     return training
-
-
-def _is_second(argument: str, value: object, choices: tuple[str, str]) -> bool:
-    if value not in choices:
-        raise InvalidArgumentError(f"{argument} must be {choices[0]!r} or {choices[1]!r}; got {value!r}")
-    return value == choices[1]

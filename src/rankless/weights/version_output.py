@@ -30,7 +30,7 @@ from rankless.engine.io.requests import Fragments, ProviderOf
 from rankless.engine.io.upload_target import FileFrame
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.writer_cells import CellGrain
-from rankless.errors import CorruptCheckpointError, RanklessError, WeightsConflictError
+from rankless.errors import CorruptCheckpointError, RanklessError, StateError, WeightsConflictError
 from rankless.formats.weights.version_files import list_numbers, manifest_path
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.block_crcs import crc64
@@ -205,7 +205,7 @@ class VersionOutput:
         """See :class:`ComponentOutput`. It ends in the vote "publishing"."""
         begun = self._begun
         if begun is None:
-            raise WeightsConflictError("a version was not begun")
+            raise StateError("join() must be called before write()")
         if self._anchor is not None:
             self._anchor.write(component)
 
@@ -256,7 +256,7 @@ class VersionOutput:
         self, component: SavedComponent, begun: _BegunVersion, fragments: Fragments, by_rank: Sequence[_WrittenParts]
     ) -> VersionManifest:
         if self._files is None:
-            raise WeightsConflictError("a version was not begun on rank 0")
+            raise StateError("begin() must be called on rank 0 before write()")
         base, key, publication = self._state.base, begun.key, self._publication
         files = [
             describe_model_file(name, frame.size, component.build_header(number, fragments))

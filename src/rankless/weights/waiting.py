@@ -9,7 +9,7 @@ from os import PathLike
 from rankless.errors import InvalidArgumentError, NoCheckpointError
 from rankless.formats.weights.version_files import list_numbers, read_manifest
 from rankless.storage.location import parse_location
-from rankless.weights.choose_version import check_no_checkpoints
+from rankless.weights.directory_check import check_no_checkpoints
 from rankless.weights.publication import WeightVersion
 
 

@@ -18,7 +18,7 @@ from rankless.formats.safetensors import has_our_checksums
 from rankless.formats.weights.version_files import list_numbers, manifest_path, read_manifest
 from rankless.ondisk.weight_versions import VersionKey, VersionManifest, anchor_name, delta_name, encode_version
 from rankless.storage.store import store_of
-from rankless.weights.choose_version import check_no_checkpoints
+from rankless.weights.directory_check import check_no_checkpoints
 
 _FOLDER_NAME = re.compile(r"(anchor|delta)-([0-9]+)-([0-9a-f]{16})")
 

@@ -16,8 +16,9 @@ from rankless.inspection.compare import compare_metadata, compare_suspects
 from rankless.inspection.inspected_checkpoint import InspectedCheckpoint, inspect_path
 from rankless.inspection.tensor_statistics import TensorStatistics
 from rankless.ondisk.data_files import TensorInfo
+from rankless.report.checkpoint_report import ReportOptions, describe_checkpoint
 from rankless.report.difference_report import describe_difference
-from rankless.report.run_report import ReportOptions, describe_checkpoint, describe_run
+from rankless.report.run_report import describe_run
 from rankless.report.statistics import statistics_columns
 from rankless.report.tensor_columns import NamedTensor
 from rankless.report.timeline import build_timeline

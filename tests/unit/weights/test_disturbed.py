@@ -204,6 +204,15 @@ def test_a_follower_that_begins_again_while_the_list_is_late(weights: Path) -> N
         assert follower.update() is None
 
 
+def test_a_follower_that_has_the_newest_version_reads_its_manifest_once(weights: Path) -> None:
+    Job(weights).publish()
+    with rankless.WeightFollower(weights, weights.with_name("followed")) as follower:
+        follower.update()
+        with mock.patch.object(choose_version, "read_manifest", wraps=read_manifest) as read:
+            assert [follower.update() for _ in range(10)] == [None] * 10
+    assert read.call_count <= 1
+
+
 def test_versions_that_are_removed_at_the_beginning_of_an_update(weights: Path) -> None:
     job = Job(weights, anchor_every=1)
     job.publish()

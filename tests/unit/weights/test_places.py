@@ -80,6 +80,19 @@ def test_the_command_says_that_it_waits_and_then_follows(tmp_path: Path) -> None
     assert (tmp_path / "followed/current/model.safetensors").exists()
 
 
+def test_the_command_does_not_wait_for_a_first_version_that_is_corrupt(tmp_path: Path) -> None:
+    publish(tmp_path / "weights")
+    (version,) = rankless.list_weight_versions(tmp_path / "weights")
+    version.path.write_bytes(b"{}")
+    folders = tmp_path / "weights", tmp_path / "followed"
+    command = [sys.executable, "-m", "rankless", "follow", *folders, "--poll", "0.05"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines = [process.stderr.readline() for _ in range(2)]
+        process.terminate()
+    assert ["the folder stays as it is" in line and version.path.name in line for line in lines] == [True, True]
+
+
 def test_the_command_with_a_program(tmp_path: Path) -> None:
     publish(tmp_path / "weights", times=2)
     missing = follow(tmp_path / "weights", tmp_path / "followed", "--once", "--exec", "no-such-program")

@@ -5,7 +5,7 @@ the differences of all deltas on the way. So every load, conversion and verifica
 and proves it as it proves files.
 
 It is opened as a checkpoint of its own format (:mod:`rankless.formats.registry`), on each rank; a follower opens it
-over the folder that it has (:mod:`rankless.weights.version_folder`).
+over the folder that it has (:mod:`rankless.weights.followed_folder`).
 """
 
 from __future__ import annotations

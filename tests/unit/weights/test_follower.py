@@ -1,0 +1,198 @@
+"""Folders and models that follow published weights: what they read, what they keep, and what they remove."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import rankless
+from rankless.errors import InvalidArgumentError, WeightsConflictError
+from rankless.formats.weights import version_reader
+from tests.helpers.published_training import Net, Training, files_of
+
+
+def test_a_follower_that_is_behind_takes_levels(training: Training, tmp_path: Path) -> None:
+    """A level is a delta over eight versions: fewer bytes than these have together."""
+    weights = tmp_path / "weights"
+    follower = rankless.WeightFollower(weights, tmp_path / "followed")
+    with rankless.WeightPublisher(weights, dtype="bfloat16") as publisher:
+        for step in range(20):
+            training.step()
+            publisher.publish(training.model, step=step).wait()  # type: ignore[union-attr]
+            if not step:
+                follower.update()
+    follower.update()
+    assert files_of(tmp_path / "followed/current") == training.expected()
+    deltas = [json.loads(version.path.read_text())["deltas"] for version in rankless.list_weight_versions(weights)]
+    assert [number for number, ways in enumerate(deltas, 1) if len(ways) == 2] == [9, 17]
+    sizes = [sum(part["size"] for part in ways[0]["parts"]) for ways in deltas[1:]]
+    assert follower.read_bytes < sum(sizes)
+    follower.close()
+
+
+def test_what_has_not_changed_is_linked(tmp_path: Path) -> None:
+    state = {"frozen": torch.randn(3000), "trained": torch.randn(3000)}
+    weights, followed = tmp_path / "weights", tmp_path / "followed"
+    options = {"max_shard_size": 12_000, "async_save": False}
+    with (
+        rankless.WeightPublisher(weights, **options) as publisher,
+        rankless.WeightFollower(weights, followed) as follower,
+    ):
+        publisher.publish(state)
+        follower.update()
+        first = {file.name: file.stat().st_ino for file in (followed / "current").resolve().iterdir()}
+        state["trained"] += 1
+        publisher.publish(state)
+        follower.update()
+        second = {file.name: file.stat().st_ino for file in (followed / "current").resolve().iterdir()}
+    assert sum(first[name] == second[name] for name in first if name.endswith(".safetensors")) == 1
+
+
+class TestFollowedFolders:
+    def test_one_folder_has_one_follower(self, tmp_path: Path, training: Training) -> None:
+        with rankless.WeightPublisher(tmp_path / "weights") as publisher:
+            publisher.publish(training.model)
+        with rankless.WeightFollower(tmp_path / "weights", tmp_path / "followed") as follower:
+            follower.update()
+            other = rankless.WeightFollower(tmp_path / "weights", tmp_path / "followed")
+            with pytest.raises(rankless.StateError, match="another process follows"):
+                other.update()
+        assert other.update() is not None
+        other.close()
+
+    def test_files_of_others_stay(self, tmp_path: Path, training: Training) -> None:
+        followed = tmp_path / "followed"
+        (followed / "1-notes").mkdir(parents=True)
+        (followed / "config.json").write_text("mine")
+        with (
+            rankless.WeightPublisher(tmp_path / "weights", async_save=False) as publisher,
+            rankless.WeightFollower(tmp_path / "weights", followed) as follower,
+        ):
+            for _ in range(4):
+                training.step()
+                publisher.publish(training.model)
+                follower.update()
+        assert (followed / "config.json").read_text() == "mine"
+        assert sorted(path.name[:2] for path in followed.iterdir() if path.name[0].isdigit()) == ["1-", "3-", "4-"]
+
+    @pytest.mark.parametrize("kind", ["folder", "file", "link"])
+    def test_something_else_at_current_is_refused(self, tmp_path: Path, training: Training, kind: str) -> None:
+        current = tmp_path / "followed/current"
+        if kind == "folder":
+            current.mkdir(parents=True)
+        else:
+            current.parent.mkdir()
+            current.write_text("mine") if kind == "file" else current.symlink_to("..")
+        with rankless.WeightPublisher(tmp_path / "weights") as publisher:
+            publisher.publish(training.model)
+        follower = rankless.WeightFollower(tmp_path / "weights", tmp_path / "followed")
+        with pytest.raises(InvalidArgumentError, match="current"):
+            follower.update()
+        assert current.exists()
+
+    def test_a_model_follows_from_memory_and_nothing_is_left(self, tmp_path: Path, training: Training) -> None:
+        model = Net()
+        with (
+            rankless.WeightPublisher(tmp_path / "weights", async_save=False) as publisher,
+            rankless.WeightFollower(tmp_path / "weights", model) as follower,
+        ):
+            for step in range(3):
+                training.step()
+                publisher.publish(training.model, step=step)
+                assert follower.update().step == step  # type: ignore[union-attr]
+                assert torch.equal(model.up.weight, training.model.up.weight)
+            place = follower.folder
+            assert place is not None
+            assert place.exists()
+        assert not place.exists()
+
+
+def test_waiting_for_weights(tmp_path: Path, training: Training) -> None:
+    weights = tmp_path / "weights"
+    assert rankless.wait_for_weights(weights, timeout=0.1, poll_seconds=0.05) is None
+    with rankless.WeightPublisher(weights) as publisher:
+        publisher.publish(training.model, step=7)
+    version = rankless.wait_for_weights(weights)
+    assert version is not None
+    assert version.step == 7
+    assert rankless.wait_for_weights(weights, after=version, timeout=0.1) is None
+
+
+def test_a_directory_that_was_made_anew(training: Training, tmp_path: Path) -> None:
+    """Another publisher has reached the same number: only the id says that it is another version."""
+    weights = tmp_path / "weights"
+    first = rankless.WeightPublisher(weights, async_save=False)
+    first.publish(training.model, step=0)
+    follower = rankless.WeightFollower(weights, tmp_path / "followed")
+    follower.update()
+    before = files_of(tmp_path / "followed/current")
+    shutil.rmtree(weights)
+    training.step()
+    rankless.WeightPublisher(weights, async_save=False).publish(training.model, step=0)
+    with pytest.raises(WeightsConflictError):
+        first.publish(training.model, step=1)
+    with pytest.raises(rankless.StateError, match="made anew"):
+        follower.update()
+    follower.close()
+    with (
+        rankless.WeightFollower(weights, tmp_path / "followed") as again,
+        pytest.raises(rankless.StateError, match="made anew"),
+    ):
+        again.update()
+    assert files_of(tmp_path / "followed/current") == before
+
+
+def test_a_load_that_has_failed_is_tried_again(training: Training, tmp_path: Path) -> None:
+    with rankless.WeightPublisher(tmp_path / "weights") as publisher:
+        publisher.publish(training.model)
+    model = Net()
+    with rankless.WeightFollower(tmp_path / "weights", model) as follower:
+        with (
+            mock.patch("rankless.weights.follower.load_model", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            follower.update()
+        assert follower.version is None
+        assert follower.update() is not None
+    assert torch.equal(model.up.weight, training.model.up.weight)
+
+
+def test_versions_are_removed_while_they_are_followed(training: Training, tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    publisher = rankless.WeightPublisher(weights, anchor_every=1, keep=1, async_save=False)
+    publisher.publish(training.model, step=0)
+    read = version_reader.WeightsReader.read_stored
+    is_first = [True]
+
+    def read_late(self: Any, *arguments: Any) -> None:
+        if is_first.pop() if is_first else False:
+            training.step()
+            publisher.publish(training.model, step=1)
+        read(self, *arguments)
+
+    with (
+        mock.patch.object(version_reader.WeightsReader, "read_stored", read_late),
+        rankless.WeightFollower(weights, tmp_path / "followed") as follower,
+    ):
+        assert follower.update().number == 2  # type: ignore[union-attr]
+    assert files_of(tmp_path / "followed/current") == files_of(next(weights.glob("anchor-2-*")))
+
+
+def test_a_folder_in_memory_is_removed_at_the_end_of_the_process(training: Training, tmp_path: Path) -> None:
+    with rankless.WeightPublisher(tmp_path / "weights") as publisher:
+        publisher.publish({"w": torch.zeros(3)})
+    code = (
+        "import rankless, torch\n"
+        f"follower = rankless.WeightFollower({str(tmp_path / 'weights')!r}, {{'w': torch.ones(3)}})\n"
+        "follower.update()\nprint(follower.folder)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert not Path(result.stdout.strip()).exists()
