@@ -152,7 +152,7 @@ def _print_version(version: FollowedVersion, seconds: float, *, as_json: bool) -
     step = "" if manifest.step is None else f", step {manifest.step}"
     read, proven = format_size(route.nbytes), format_size(version.verified_bytes)
     terminal_console().print(
-        f"version {manifest.number}{step}: read {read} ({way}), proved {proven} in {format_seconds(seconds)}: "
+        f"version {manifest.number}{step}: read {read} ({way}), verified {proven} in {format_seconds(seconds)}: "
         f"{escape_control_characters(str(version.folder))}",
         highlight=False,
     )

@@ -54,8 +54,7 @@ def ls(  # noqa: PLR0917 - options of the command
     """
     path = parse_location(run)
     if local is None:
-        _list_if_weights(path, {"--tree": tree, "--best": best is not None, "--watch": watch}, as_json=as_json)
-        check_run(path)
+        _check_run(path, {"--tree": tree, "--best": best is not None, "--watch": watch}, as_json=as_json)
     if watch:
         _check_alone("--watch", {"--json": as_json, "--local": local is not None, "--tree": tree})
     tier = None if local is None else _list_tier(run, local)
@@ -84,11 +83,19 @@ def ls(  # noqa: PLR0917 - options of the command
     raise typer.Exit(1 if is_corrupt else 0)
 
 
-def _list_if_weights(path: Path, others: Mapping[str, bool], *, as_json: bool) -> None:
-    """List the versions if the path is a weights directory, and end the command."""
-    if find_newest(path) is None:
-        return
-    _check_alone("a weights directory", others)
+def _check_run(path: Path, others: Mapping[str, bool], *, as_json: bool) -> None:
+    """Check that the path can be a run's folder. If it is a weights directory, list the versions, and end the command."""
+    try:
+        check_run(path)
+    except InvalidArgumentError:  # looked at only now: a run in a bucket costs no request more
+        if find_newest(path) is None:
+            raise
+        _check_alone("a weights directory", others)
+        _list_versions(path, as_json=as_json)
+
+
+def _list_versions(path: Path, *, as_json: bool) -> None:
+    """List the versions of a weights directory, and end the command."""
     from rankless.cli.version_listing import VersionListing  # noqa: PLC0415 - a run needs none of it
 
     listing = VersionListing(path)

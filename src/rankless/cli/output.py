@@ -12,7 +12,7 @@ from rankless.errors import FormatError, NoCheckpointError
 from rankless.observe.terminal import escape_control_characters, terminal_console
 
 _HINTS = {
-    NoCheckpointError: "Pass the folder or file of a checkpoint, or the folder of a run that has one.",
+    NoCheckpointError: "Pass a checkpoint, or the folder of a run or of published weights.",
     FormatError: "Pass the folder or file of a checkpoint, or the folder of a run.",
 }
 

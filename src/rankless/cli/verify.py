@@ -121,7 +121,7 @@ def _print_result(result: VerifyResult) -> None:
         out.print(f"  {_format_summary(result)}", style="dim")
     if result.own_bytes < result.bytes / 2:
         own = format_size(result.own_bytes)
-        out.print(f"  it shares files with other checkpoints, and takes {own} by itself", style="dim")
+        out.print(f"  it shares bytes with other checkpoints, and takes {own} by itself", style="dim")
 
 
 def _status_text(result: VerifyResult) -> str:

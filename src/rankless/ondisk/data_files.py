@@ -38,6 +38,9 @@ TIED_KEY = "rankless.tied"
 #: The group of a PEFT adapter, ``default``; those of other adapters have their name after a slash.
 ADAPTER = "adapter"
 
+#: The folder of a weights directory that has the manifests of published versions.
+WEIGHT_VERSIONS = "versions"
+
 #: PEFT's name of the file with the configuration of an adapter.
 ADAPTER_CONFIG = "adapter_config.json"
 

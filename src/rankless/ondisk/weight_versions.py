@@ -23,9 +23,6 @@ from rankless.ondisk.manifest import LARGEST, Count, Hex64, Step
 from rankless.ondisk.validation import check_relative_path
 from rankless.process.prepared_types import prepared
 
-#: The folder of the manifests in a weights directory.
-FOLDER = "versions"
-
 FORMAT, VERSION = "rankless-weights", 1
 
 #: The most bytes of a manifest: the headers of a million tensors.

@@ -18,10 +18,12 @@ import msgspec
 from rankless.errors import NoCheckpointError, RanklessError, StateError
 from rankless.formats.native import is_native
 from rankless.observe.warning import warn_caller
+from rankless.ondisk.data_files import WEIGHT_VERSIONS
 from rankless.ondisk.manifest import LARGEST
 from rankless.run.checkpoint_info import CheckpointInfo, RunScan, is_rankless_checkpoint
 from rankless.run.claims import JobHistory, check_not_superseded, claim, is_of_earlier_job, warn_of_lost_history
 from rankless.run.run_store import StaleDirectory, run_store_of
+from rankless.storage.store import store_of
 
 
 class CheckpointList(list[CheckpointInfo]):
@@ -92,13 +94,18 @@ def next_identity(path: Path, job: JobHistory, step: float | None) -> Checkpoint
     """Return the identity of the next checkpoint that a job saves into a run directory, on rank 0.
 
     Before its first one, the job claims an incarnation. Raises ``SupersededError`` or ``StateError`` if another job has
-    continued the run, and ``StorageError`` if the existing checkpoints cannot be read.
+    continued the run, ``InvalidArgumentError`` if the directory has published weights instead of checkpoints, and
+    ``StorageError`` if the existing checkpoints cannot be read.
     """
     scan = _look_at_run(path)
     history, found = scan.history, scan.checkpoints
     check_not_superseded(path, history, job)
     claimed = job.claim
     if claimed is None:
+        if not found and store_of(path).is_directory(path / WEIGHT_VERSIONS):
+            from rankless.formats.weights.version_files import check_no_versions  # noqa: PLC0415 - rarely needed
+
+            check_no_versions(path)
         claimed, history = claim(path, job, found, seen=(history, scan.highest_entry))
         if job.groups and job.base is None and step is not None and is_of_earlier_job(path, claimed, job):
             _check_not_behind(path, job, [info for info in found if info.run == claimed.run], step)

@@ -45,8 +45,9 @@ class EngineFollower(_Begun):
 
     ```python
     engine = LLM(
-        folder,
+        "model",
         load_format="rankless",
+        model_loader_extra_config={"path": "weights"},
         weight_transfer_config=WeightTransferConfig(backend="rankless"),
         worker_extension_cls="rankless.vllm.weight_transfer.FollowingWorker",
     )
@@ -64,9 +65,11 @@ class EngineFollower(_Begun):
     def update(self) -> int | None:
         """Go to the newest version, and return its number; ``None`` if there is no newer one.
 
+        The first call loads the newest version also if the engine was started with it.
+
         Raises:
-            StateError: A worker could not prepare the version, or not commit it. The message says whether all workers
-                serve the version that they had.
+            StateError: A worker could not prepare the version, or could not load it. The message says whether all
+                workers serve the version that they had.
         """
         engine = self._engine
         if not self._has_begun:

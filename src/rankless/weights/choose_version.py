@@ -13,7 +13,7 @@ from rankless.errors import NoCheckpointError, StateError
 from rankless.formats.weights.version_files import list_numbers, manifest_path, read_manifest
 from rankless.ondisk.weight_versions import VersionKey
 from rankless.storage.store import store_of
-from rankless.weights.directory_check import check_no_checkpoints
+from rankless.weights.directory_check import check_weights_directory
 
 
 def choose_version(directory: Path, own: VersionKey | None) -> int:
@@ -25,7 +25,7 @@ def choose_version(directory: Path, own: VersionKey | None) -> int:
     newest = max(list_numbers(directory), default=0)
     if own is None:
         if not newest:
-            check_no_checkpoints(directory)
+            check_weights_directory(directory)
         return newest
     if newest > own.number or not newest or _find_key(directory, own.number) == own:
         return max(newest, own.number)

@@ -32,7 +32,7 @@ from rankless.errors import (
     StorageError,
 )
 from rankless.formats.weights.routes import Route, find_route, remember_manifests
-from rankless.formats.weights.version_files import list_numbers, read_manifest
+from rankless.formats.weights.version_files import check_no_versions, list_numbers, read_manifest
 from rankless.formats.weights.version_reader import WeightsReader
 from rankless.ondisk.block_crcs import BLOCK_BYTES, crc64
 from rankless.ondisk.weight_versions import VersionFile, VersionKey, VersionManifest, decode_model_header
@@ -81,15 +81,14 @@ class FollowedFolder(ClosingMixin):
         if store_of(path).is_remote:
             raise InvalidArgumentError(f"{path} is in an object store: weights are followed into a folder of this host")
         self.path = path
-        if list_numbers(path):
-            raise InvalidArgumentError(f"{path} has published weights: pass another folder to follow into")
+        check_no_versions(path)
         posix.make_directory(path)
         with posix.wrap_os_errors("lock", path / _LOCK):
             try:
                 self._lock = FileLock(path / _LOCK)
             except BlockingIOError:
                 raise StateError(
-                    f"another process follows weights into {path}: let only one do that, or pass another folder"
+                    f"another follower has {path}: let only one follow into a folder, or pass another one"
                 ) from None
         try:
             self.current = self._read_current()

@@ -14,7 +14,7 @@ from typing import Any
 from rankless.components.component_calls import load_model
 from rankless.engine.comm.collective_call import collective_call
 from rankless.engine.comm.process_group_argument import ProcessGroupArgument
-from rankless.errors import MismatchError
+from rankless.errors import InvalidArgumentError, MismatchError
 from rankless.storage.closing import ClosingMixin
 from rankless.storage.location import parse_location
 from rankless.weights.host_folders import HostFolders
@@ -36,22 +36,21 @@ class WeightFollower(ClosingMixin):
 
     An update takes the cheapest way from the version that it has: over deltas, over a level, which is a delta over
     several versions, or from an anchor. Every block is proven by the CRCs of the version before anything becomes
-    visible. A version never goes back to a lower number.
+    visible. A follower never goes back to a lower number.
 
     Args:
         path: The weights directory, or its URL in an object store. It need not exist yet.
         into: A folder on this host, or a model. A folder gets the link ``current``, which leads to a folder with whole
             files of the newest version; the version before stays for readers that have it open. A model is a module in
             any layout, a state dict, or a list of the modules of one model; floating tensors are cast to its dtypes.
+        strict: As in :func:`rankless.load_model`, for a model.
         folder: For a model, the folder of each host in which versions are put together. By default it is in memory, in
             ``/dev/shm``, and is removed by :meth:`close`. It takes the size of one model, and of two during an update.
         process_group: The ranks that follow together; ``"self"`` is this process alone.
         timeout: How many seconds ranks wait for each other before all of them fail.
 
     Raises:
-        StateError: Another follower has the folder, or the weights directory was made anew. :meth:`update` raises it.
-        InvalidArgumentError: The folder has something at ``current`` that no follower has made, or the path has
-            checkpoints, and no versions. :meth:`update` raises it.
+        InvalidArgumentError: An argument is invalid.
     """
 
     def __init__(
@@ -59,6 +58,7 @@ class WeightFollower(ClosingMixin):
         path: str | PathLike[str],
         into: Any,
         *,
+        strict: bool = True,
         folder: str | PathLike[str] | None = None,
         process_group: ProcessGroupArgument = None,
         timeout: float = 600.0,
@@ -66,7 +66,9 @@ class WeightFollower(ClosingMixin):
         with collective_call(process_group, timeout):
             self._path, self._group, self._timeout = parse_location(path), process_group, timeout
             is_folder = isinstance(into, str | PathLike)
-            self._model = None if is_folder else into
+            if into is None:
+                raise InvalidArgumentError("into must be a folder or a model; got None")
+            self._model, self._strict = None if is_folder else into, strict
             place = into if is_folder else folder
             #: The version that the folder or model has; ``None`` if it has none, or a load has failed on the way.
             self._version: WeightVersion | None = None
@@ -80,7 +82,7 @@ class WeightFollower(ClosingMixin):
 
     @property
     def version(self) -> WeightVersion | None:
-        """The version that the folder or model has, as far as this follower knows it."""
+        """The version that this follower has put into the folder or model; ``None`` before the first one."""
         return self._version
 
     @property
@@ -105,10 +107,16 @@ class WeightFollower(ClosingMixin):
             The version, or ``None`` if there is no newer one.
 
         Raises:
-            CorruptCheckpointError: No way leads to the bytes of the version. What was there before stays.
-            NoCheckpointError: Versions that the newest one is based on were removed. What was there before stays.
-            StorageError: The directory or the folder cannot be read or written. What was there before stays.
+            CorruptCheckpointError: No way leads to the bytes of the version. The folder or model keeps its version.
+            NoCheckpointError: Versions that the newest one is based on were removed. The same holds.
+            StorageError: The directory or the folder cannot be read or written. The same holds.
             MismatchError: The model has other tensors than the version. Nothing was changed.
+            StateError: The follower is closed, another one has the folder, or the weights directory was made anew.
+            InvalidArgumentError: The folder has something at ``current`` that no follower has made, or has published
+                weights; the path is a file, or has checkpoints and no versions.
+
+        Warns:
+            UserWarning: There is no version yet. Once, on rank 0.
         """
         with collective_call(self._group, self._timeout):
             folder = self._folders.go_to_newest(0 if self._version is None else self._version.number)
@@ -125,11 +133,11 @@ class WeightFollower(ClosingMixin):
         """Load a version into the model. If its tensors do not fit, nothing has changed."""
         before, self._version = self._version, None
         try:
-            load_model(self._model, folder, process_group=self._group, timeout=self._timeout)
+            load_model(self._model, folder, strict=self._strict, process_group=self._group, timeout=self._timeout)
         except MismatchError as error:
             self._version = before
             raise MismatchError(f"version {version.number} of {self._path} does not fit the model: {error}") from error
 
     def close(self) -> None:
-        """Let another follower have the folder. A folder in memory that this has made is removed."""
+        """Release the folder: another follower may have it. A folder in memory that this has made is removed."""
         self._folders.close()

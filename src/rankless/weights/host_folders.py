@@ -23,6 +23,7 @@ from rankless.engine.comm.process_group_argument import ProcessGroupArgument, cu
 from rankless.engine.comm.session import RankGroup, Session
 from rankless.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError, StateError, StorageError
 from rankless.formats.weights.version_files import read_manifest
+from rankless.observe.warning import warn_caller
 from rankless.ondisk.weight_versions import VersionKey, VersionManifest
 from rankless.process.prepared_types import prepared
 from rankless.storage.directory_trees import remove_tree
@@ -71,6 +72,7 @@ class HostFolders:
         self._group, self._timeout, self._ranks = group, timeout, RankGroup(group)
         self._folder: FollowedFolder | None = None
         self._remove: Callable[[], object] | None = None
+        self._is_closed, self._has_warned = False, False
         #: The version that all hosts have, without the headers of its files.
         self.manifest: VersionManifest | None = None
         #: What this rank has put into the folder of its host.
@@ -91,6 +93,8 @@ class HostFolders:
         All ranks call it. They all raise the same error: ``CorruptCheckpointError``, ``NoCheckpointError``,
         ``StorageError`` or ``StateError``. What was there before stays then.
         """
+        if self._is_closed:
+            raise StateError(f"the follower of {self._directory} is closed: make a new one")
         if self._ranks.process_group is not current_process_group(self._group):
             self._ranks = RankGroup(self._group)
         for attempt in range(_ATTEMPTS):
@@ -119,6 +123,9 @@ class HostFolders:
         if self._folder is None and self.place is not None and not self._is_temporary:
             self._open_folder(self.place)
         newest = choose_version(self._directory, self._find_own())
+        if not newest and not self._has_warned:
+            self._has_warned = True
+            warn_caller(f"there is no published version in {self._directory} yet")
         leaders = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
         goal = _Goal(
             newest if newest > min(rank.loaded for rank in ranks) else 0,
@@ -175,7 +182,7 @@ class HostFolders:
 
     def close(self) -> None:
         """Let another follower have the folder. One in memory that this has made is removed. May be called again."""
-        folder, self._folder = self._folder, None
+        folder, self._folder, self._is_closed = self._folder, None, True
         if self._remove is not None:
             self._remove()
         elif folder is not None:

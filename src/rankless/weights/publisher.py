@@ -66,8 +66,8 @@ class WeightPublisher:
             the model.
         anchor_every: How many versions there are from one anchor to the next.
         keep: How many anchors are kept, with all versions since the oldest of them; ``None``: all.
-        training: The :class:`rankless.RunDirectory` of the training. Then a version names the run, the incarnation and
-            the newest checkpoint. It must be the object that the training saves with.
+        training: The :class:`rankless.RunDirectory` that the training saves with. Then each version names the run, the
+            incarnation, and the checkpoint that the training has begun to save last, or else has loaded.
         async_save: :meth:`publish` returns as soon as the model may change; the rest is done in the background.
         on_busy: If a publication is still in progress at the next call, ``"wait"`` for it, or ``"skip"`` the new one.
         on_failure: ``"raise"`` the error of a failed publication, or ``"warn"``, and go on.
@@ -133,6 +133,7 @@ class WeightPublisher:
 
         Raises:
             WeightsConflictError: Another job has published into the directory. The next publication is an anchor.
+            InvalidArgumentError: The path is a file, or has checkpoints and no versions.
             UnsupportedTensorError, ReplicaMismatchError, RankMismatchError, RankTimeoutError, StorageError: As in
                 :func:`rankless.save_model`. All ranks raise it, and no version appears. With ``async_save``, the next
                 call or :meth:`wait` raises it.
@@ -175,7 +176,7 @@ class WeightPublisher:
         folder = Destination(self._path, folder=True)
         file_format = model_file_format(folder, self._limit, use_safetensors=True, model=model, dtype=self._dtype)
         training = TrainingObjects(model, rng=False, adapters=NO_ADAPTERS, dtype=self._dtype)
-        text = f"version {publication.step} of weights, an anchor every {self._anchor_every}, in {file_format.text}"
+        text = f"weights of step {publication.step}, an anchor every {self._anchor_every}, in {file_format.text}"
         request = ComponentRequest(
             WeightsDirectory(self._path, is_known=self._handle is not None),
             training,

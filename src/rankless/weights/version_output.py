@@ -34,8 +34,8 @@ from rankless.errors import CorruptCheckpointError, RanklessError, StateError, W
 from rankless.formats.weights.version_files import list_numbers, manifest_path
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.block_crcs import crc64
+from rankless.ondisk.data_files import WEIGHT_VERSIONS
 from rankless.ondisk.weight_versions import (
-    FOLDER,
     FORMAT,
     VERSION,
     Anchor,
@@ -120,7 +120,7 @@ class VersionOutput:
 
     def begin(self, files: FileSet, frames: Sequence[FileFrame]) -> bytes:
         """See :class:`ComponentOutput`. Decide what the version is, and create its folders."""
-        store_of(self._directory).make_folder(self._directory / FOLDER)
+        store_of(self._directory).make_folder(self._directory / WEIGHT_VERSIONS)
         self._state.leave_parent()
         self._files, self._frames = files, frames
         state, layout = self._state, digest_layout(files, frames)

@@ -8,8 +8,9 @@ from os import PathLike
 
 from rankless.errors import InvalidArgumentError, NoCheckpointError
 from rankless.formats.weights.version_files import list_numbers, read_manifest
+from rankless.ondisk.validation import check_integer
 from rankless.storage.location import parse_location
-from rankless.weights.directory_check import check_no_checkpoints
+from rankless.weights.directory_check import check_weights_directory
 from rankless.weights.publication import WeightVersion
 
 
@@ -21,8 +22,10 @@ def list_weight_versions(path: str | PathLike[str]) -> list[WeightVersion]:
 
     Raises:
         CorruptCheckpointError: The manifest of a version is corrupt.
+        InvalidArgumentError: The path is a file, or has checkpoints and no versions.
     """
     directory = parse_location(path)
+    check_weights_directory(directory)
     versions = []
     for number in list_numbers(directory):
         with suppress(NoCheckpointError):  # it was removed meanwhile
@@ -49,16 +52,16 @@ def wait_for_weights(
         The newest version, or ``None`` if there was no newer one in time.
 
     Raises:
-        InvalidArgumentError: ``timeout`` is negative, ``poll_seconds`` is not above 0, or the directory has
-            checkpoints, and no versions.
+        InvalidArgumentError: ``timeout`` is negative, ``poll_seconds`` is not above 0, ``after`` is no version, or the
+            path is a file, or has checkpoints and no versions.
     """
     if not poll_seconds > 0 or (timeout is not None and not timeout >= 0):
         raise InvalidArgumentError(
             f"timeout must not be negative, and poll_seconds must be above 0; got {timeout!r} and {poll_seconds!r}"
         )
     directory = parse_location(path)
-    check_no_checkpoints(directory)
-    seen = after.number if isinstance(after, WeightVersion) else after or 0
+    check_weights_directory(directory)
+    seen = after.number if isinstance(after, WeightVersion) else check_integer("after", after or 0, smallest=0)
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
         newest = max(list_numbers(directory), default=0)

@@ -18,7 +18,7 @@ from rankless.formats.safetensors import has_our_checksums
 from rankless.formats.weights.version_files import list_numbers, manifest_path, read_manifest
 from rankless.ondisk.weight_versions import VersionKey, VersionManifest, anchor_name, delta_name, encode_version
 from rankless.storage.store import store_of
-from rankless.weights.directory_check import check_no_checkpoints
+from rankless.weights.directory_check import check_weights_directory
 
 _FOLDER_NAME = re.compile(r"(anchor|delta)-([0-9]+)-([0-9a-f]{16})")
 
@@ -39,13 +39,10 @@ class WeightsDirectory:
 
     def check_replaceable(self) -> None:
         """Raise ``InvalidArgumentError`` if the path is a file, a bucket as a whole, or has checkpoints."""
-        store = store_of(self.path)
-        if store.is_bucket(self.path):
+        if store_of(self.path).is_bucket(self.path):
             raise InvalidArgumentError(f"{self.path} is a whole bucket: publish into a folder in it")
-        if store.is_file(self.path):
-            raise InvalidArgumentError(f"{self.path} is a file: pass the folder that versions are published into")
         if not self.is_known:
-            check_no_checkpoints(self.path)
+            check_weights_directory(self.path)
 
 
 def commit_version(directory: Path, manifest: VersionManifest) -> str:

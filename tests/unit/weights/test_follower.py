@@ -63,7 +63,7 @@ class TestFollowedFolders:
         with rankless.WeightFollower(tmp_path / "weights", tmp_path / "followed") as follower:
             follower.update()
             other = rankless.WeightFollower(tmp_path / "weights", tmp_path / "followed")
-            with pytest.raises(rankless.StateError, match="another process follows"):
+            with pytest.raises(rankless.StateError, match="another follower has"):
                 other.update()
         assert other.update() is not None
         other.close()

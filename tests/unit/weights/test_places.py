@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,10 @@ import pytest
 import torch
 
 import rankless
-from rankless.errors import InvalidArgumentError, MismatchError
+from rankless.errors import InvalidArgumentError, MismatchError, StateError
+from tests.helpers.commands import invoke_json
+from tests.helpers.fake_http import BUCKET
+from tests.helpers.fake_s3 import FakeS3, store_at
 from tests.helpers.training import train_run
 
 
@@ -59,10 +63,90 @@ def test_the_command_refuses_a_run_directory(run: Path, tmp_path: Path) -> None:
     assert "has checkpoints, and no published weights" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda path: rankless.save_checkpoint(path, "step_1", torch.nn.Linear(2, 2)),
+        lambda path: rankless.RunDirectory(path).save("step_1", torch.nn.Linear(2, 2)),
+    ],
+    ids=["function", "run directory"],
+)
+def test_a_weights_directory_is_no_run_directory(tmp_path: Path, save: Callable[[Path], object]) -> None:
+    publish(tmp_path / "weights")
+    before = {path.name for path in (tmp_path / "weights").iterdir()}
+    with pytest.raises(InvalidArgumentError, match="has published weights: pass another directory"):
+        save(tmp_path / "weights")
+    assert {path.name for path in (tmp_path / "weights").iterdir()} == before
+
+
+def test_a_weights_directory_in_a_bucket_is_no_run_directory() -> None:
+    with FakeS3().served() as url:
+        weights = store_at(url).path(f"{BUCKET}/weights")
+        publish(weights)
+        with pytest.raises(InvalidArgumentError, match="has published weights: pass another directory"):
+            rankless.save_checkpoint(weights, "step_1", torch.nn.Linear(2, 2))
+
+
+def test_a_tag_may_be_called_as_the_folder_of_manifests(tmp_path: Path) -> None:
+    for tag in ("versions", "step_1"):
+        rankless.save_checkpoint(tmp_path, tag, torch.nn.Linear(2, 2))
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path)] == ["versions", "step_1"]
+
+
+def test_a_file_is_no_weights_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for use in (publish, rankless.list_weight_versions, rankless.wait_for_weights):
+        with pytest.raises(InvalidArgumentError, match="is a file: pass the weights directory"):
+            use(tmp_path / "file")
+
+
+def test_a_follower_warns_once_of_a_directory_without_versions(tmp_path: Path) -> None:
+    with rankless.WeightFollower(tmp_path / "wieghts", into=torch.nn.Linear(2, 2)) as follower:
+        with pytest.warns(UserWarning, match="there is no published version in"):
+            assert follower.update() is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert follower.update() is None
+
+
+def test_a_closed_follower_does_not_follow(tmp_path: Path) -> None:
+    publish(tmp_path / "weights")
+    follower = rankless.WeightFollower(tmp_path / "weights", tmp_path / "followed")
+    follower.update()
+    follower.close()
+    with pytest.raises(StateError, match="is closed: make a new one"):
+        follower.update()
+
+
+def test_a_model_that_fits_in_part_may_follow(tmp_path: Path) -> None:
+    publish(tmp_path / "weights")
+    larger = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model = {"weight": larger[0].weight.detach(), "other": larger[1].weight.detach()}
+    with (
+        rankless.WeightFollower(tmp_path / "weights", model) as follower,
+        pytest.raises(MismatchError, match="Pass strict=False"),
+    ):
+        follower.update()
+    with rankless.WeightFollower(tmp_path / "weights", model, strict=False) as follower:
+        assert follower.update() is not None
+
+
+@pytest.mark.parametrize("after", ["3", -1, 1.5])
+def test_what_is_waited_for_is_a_version(tmp_path: Path, after: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="after must be an integer of at least 0"):
+        rankless.wait_for_weights(tmp_path, after=after, timeout=0)  # type: ignore[arg-type]
+
+
+def test_commands_take_the_number_of_a_version_as_tag(tmp_path: Path) -> None:
+    publish(tmp_path / "weights", times=3)
+    shown = invoke_json("show", tmp_path / "weights", "--tag", "2")
+    assert shown["path"].endswith("/00000000000000000002.json")
+
+
 def test_a_weights_directory_is_no_folder_to_follow_into(tmp_path: Path) -> None:
     publish(tmp_path / "weights")
     before = sorted((tmp_path / "weights").rglob("*"))
-    with pytest.raises(InvalidArgumentError, match="pass another folder to follow into"):
+    with pytest.raises(InvalidArgumentError, match="has published weights: pass another directory"):
         rankless.WeightFollower(tmp_path / "weights", tmp_path / "weights").update()
     assert sorted((tmp_path / "weights").rglob("*")) == before
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rankless.errors import CorruptCheckpointError, NoCheckpointError, StorageError
+from rankless.errors import CorruptCheckpointError, InvalidArgumentError, NoCheckpointError, StorageError
+from rankless.ondisk.data_files import WEIGHT_VERSIONS
 from rankless.ondisk.weight_versions import (
-    FOLDER,
     LARGEST_MANIFEST,
     VersionManifest,
     decode_version,
@@ -22,18 +22,27 @@ from rankless.storage.store import store_of
 
 def manifest_path(directory: Path, number: int) -> Path:
     """Return the path of the manifest of a version: what opens this version, and no other."""
-    return directory / FOLDER / manifest_name(number)
+    return directory / WEIGHT_VERSIONS / manifest_name(number)
 
 
 def list_numbers(directory: Path) -> list[int]:
     """Return the numbers of the versions of a weights directory, ascending; none if it is another directory."""
-    numbers = map(number_of_name, store_of(directory).list_names(directory / FOLDER))
+    numbers = map(number_of_name, store_of(directory).list_names(directory / WEIGHT_VERSIONS))
     return sorted(number for number in numbers if number is not None)
+
+
+def check_no_versions(path: Path) -> None:
+    """Raise ``InvalidArgumentError`` if a directory has published weights: nothing else must be saved into it.
+
+    A follower calls it for its folder, and the first save of a job on rank 0 for an empty run directory.
+    """
+    if list_numbers(path):
+        raise InvalidArgumentError(f"{path} has published weights: pass another directory")
 
 
 def find_newest(path: Path) -> Path | None:
     """Return the manifest of the newest version if ``path`` is a weights directory with versions, else ``None``."""
-    if not store_of(path).is_directory(path / FOLDER):
+    if not store_of(path).is_directory(path / WEIGHT_VERSIONS):
         return None
     numbers = list_numbers(path)
     return manifest_path(path, numbers[-1]) if numbers else None
@@ -42,7 +51,7 @@ def find_newest(path: Path) -> Path | None:
 def is_version(path: Path) -> bool:
     """Return whether ``path`` is the manifest of a version, or a weights directory with versions."""
     if number_of_name(path.name) is not None:
-        return path.parent.name == FOLDER and store_of(path).is_file(path)
+        return path.parent.name == WEIGHT_VERSIONS and store_of(path).is_file(path)
     return find_newest(path) is not None
 
 
