@@ -1,4 +1,4 @@
-"""A worker of vLLM that fails to prepare a version when it is asked to."""
+"""A worker of vLLM that fails to prepare a version, or loses what it has prepared, when it is asked to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rankless.vllm.weight_transfer import FollowingWorker
 
 
 class FailingWorker(FollowingWorker):
-    """The extension, with a method that lets the next preparation of one worker fail."""
+    """The extension, with methods that disturb the next update."""
 
     rank: int
 
@@ -16,10 +16,23 @@ class FailingWorker(FollowingWorker):
         engine: Any = self.weight_transfer_engine
         if self.rank != rank:
             return
-        check = engine._check_names
+        open_folder = engine._open
 
         def fail(folder: object) -> None:
-            engine._check_names = check
+            engine._open = open_folder
             raise OSError(f"injected for {folder}")
 
-        engine._check_names = fail
+        engine._open = fail
+
+    def remove_next(self) -> None:
+        """Remove the files of the next version after this worker has prepared it."""
+        engine: Any = self.weight_transfer_engine
+        commit = engine._commit
+
+        def remove_first(number: int) -> None:
+            engine._commit = commit
+            for file in engine._folders.version_folder.glob("*.safetensors"):
+                file.unlink(missing_ok=True)
+            commit(number)
+
+        engine._commit = remove_first

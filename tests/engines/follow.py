@@ -11,8 +11,12 @@ from typing import Any
 import rankless
 
 
-def main(options: dict[str, Any], weights: str, folders: list[str], fails: dict[str, int]) -> None:
-    """Publish the model of each folder, and let the engine follow it. ``fails``: which update fails on which worker."""
+def main(options: dict[str, Any], weights: str, folders: list[str], fails: dict[str, int], removed: int) -> None:
+    """Publish the model of each folder, and let the engine follow it.
+
+    ``fails``: which update fails on which worker. ``removed``: in which update the files of the version are removed
+    between its preparation and its commit.
+    """
     from safetensors.torch import load_file
     from vllm import LLM, SamplingParams
     from vllm.config import WeightTransferConfig
@@ -47,6 +51,8 @@ def main(options: dict[str, Any], weights: str, folders: list[str], fails: dict[
             except rankless.StateError as error:
                 print("ERROR", error, flush=True)
             show_tokens()
+        if number == removed:
+            engine.collective_rpc("remove_next")
         began = time.perf_counter()
         print("VERSION", follower.update(), follower.paused_seconds, time.perf_counter() - began, flush=True)
         show_tokens()

@@ -56,6 +56,7 @@ def test_an_engine_follows_and_a_worker_that_fails_changes_nothing(
         str(tmp_path / "weights"),
         list(map(str, folders)),
         {"1": failing},
+        2,
     ]
     result = run("follow", json.dumps(arguments), in_one_process=not options)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]

@@ -84,7 +84,7 @@ def ls(  # noqa: PLR0917 - options of the command
 
 
 def _check_run(path: Path, others: Mapping[str, bool], *, as_json: bool) -> None:
-    """Check that the path can be a run's folder. If it is a weights directory, list the versions, and end the command."""
+    """Check that the path can be a run's folder. If it is a weights directory, list its versions instead, and exit."""
     try:
         check_run(path)
     except InvalidArgumentError:  # looked at only now: a run in a bucket costs no request more

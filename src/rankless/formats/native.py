@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,13 @@ from rankless.errors import (
     RanklessError,
     StorageError,
 )
-from rankless.formats.reader import CheckpointValues, FileExtent, UnreadTensorNote, detect_replacement
+from rankless.formats.reader import (
+    CheckpointValues,
+    FileExtent,
+    UnreadTensorNote,
+    detect_replacement,
+    missing_as_corrupt,
+)
 from rankless.formats.safetensors import SafetensorsFile, SafetensorsFiles
 from rankless.ondisk import block_crcs, manifest, values
 from rankless.ondisk.data_files import TensorInfo
@@ -241,19 +247,19 @@ class NativeReader:
         """Read the header of a data file. Raises ``CorruptCheckpointError``."""
 
         def read() -> SafetensorsFile:
-            with _missing_as_corrupt(self.path / name):
+            with missing_as_corrupt(self.path / name):
                 return SafetensorsFile.open(self._existing_file(name), record)
 
         return read_twice_if_wrong(self.path / name, read)
 
     def _read_file(self, name: str) -> bytes:
         """Read a file without tensor data. Raises ``CorruptCheckpointError`` if it is missing."""
-        with _missing_as_corrupt(self.path / name):
+        with missing_as_corrupt(self.path / name):
             return store_of(self.path).read_small(self._existing_file(name), values.VALUES_LIMIT)
 
     def _existing_file(self, name: str) -> Path:
         path = self.path / name
-        with _missing_as_corrupt(path):
+        with missing_as_corrupt(path):
             store_of(path).check_regular(path, within=(self.path,))
         return path
 
@@ -344,17 +350,6 @@ def _in_saved_order(
         return restore_order(groups, orders.get(slot) if isinstance(orders, dict) else None)
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{folder / RANKS}: {error}") from error
-
-
-@contextmanager
-def _missing_as_corrupt(path: Path) -> Iterator[None]:
-    """Raise ``CorruptCheckpointError`` if a file that the manifest names is missing."""
-    try:
-        yield
-    except StorageError as error:
-        if error.errno not in {errno.ENOENT, errno.ENOTDIR}:
-            raise
-        raise CorruptCheckpointError(f"{path} is missing; the manifest names it") from error
 
 
 def _find_model(path: Path, groups: Collection[str], key: str | None) -> str:

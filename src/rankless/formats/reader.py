@@ -10,6 +10,7 @@ of extents. Views, conversions and commands open one in their process. Readers l
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -185,3 +186,14 @@ def detect_replacement(reader: Reader) -> Iterator[None]:
 
 def _replaced_error(reader: Reader) -> CheckpointReplacedError:
     return CheckpointReplacedError(f"{reader.path} was replaced or removed while it was read; open it again")
+
+
+@contextmanager
+def missing_as_corrupt(path: Path) -> Iterator[None]:
+    """Raise ``CorruptCheckpointError`` if a file that a manifest names is missing. Readers open files in it."""
+    try:
+        yield
+    except StorageError as error:
+        if error.errno not in {errno.ENOENT, errno.ENOTDIR}:
+            raise
+        raise CorruptCheckpointError(f"{path} is missing; the manifest names it") from error

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rankless.errors import CorruptCheckpointError, NoCheckpointError
+from rankless.errors import CorruptCheckpointError, NoCheckpointError, RanklessError
 from rankless.formats.weights.version_files import list_numbers, manifest_path, read_manifest
 from rankless.inspection.inspected_checkpoint import InspectedCheckpoint, inspect_exact_path
 from rankless.ondisk.weight_versions import VersionManifest
@@ -24,6 +24,7 @@ from rankless.report.checkpoint_report import (
 )
 from rankless.report.compaction import sample_evenly
 from rankless.report.health import Finding, judge_values, judge_verification
+from rankless.storage.store import store_of
 
 
 def describe_versions(directory: Path, options: ReportOptions) -> dict[str, Any]:
@@ -61,17 +62,19 @@ def _inspect_newest(
 ) -> tuple[VersionManifest, InspectedCheckpoint]:
     """Return the newest version that can be opened, and add a finding for each newer one."""
     for manifest in reversed(manifests):
+        path = manifest_path(directory, manifest.number)
         try:
-            return manifest, inspect_exact_path(manifest_path(directory, manifest.number))
-        except (CorruptCheckpointError, NoCheckpointError) as error:
-            findings.append(("bad", f"{manifest.number}: {error}"))
+            return manifest, inspect_exact_path(path)
+        except RanklessError as error:
+            if store_of(path).file_exists(path):  # else retention has removed it meanwhile
+                findings.append(("bad", f"{manifest.number}: {error}"))
     if findings:
         raise CorruptCheckpointError(f"no version in {directory} can be read: {findings[-1][1]}")
     raise NoCheckpointError(f"the versions in {directory} were removed")
 
 
 def _read_manifests(directory: Path) -> tuple[list[VersionManifest], list[Finding]]:
-    """Return the manifests that can be read, oldest first, and a finding for each corrupt one."""
+    """Return the manifests that can be read, oldest first, and a finding for each other one."""
     manifests: list[VersionManifest] = []
     findings: list[Finding] = []
     for number in list_numbers(directory):
@@ -79,7 +82,7 @@ def _read_manifests(directory: Path) -> tuple[list[VersionManifest], list[Findin
             manifests.append(read_manifest(directory, number))
         except NoCheckpointError:  # it was removed meanwhile
             continue
-        except CorruptCheckpointError as error:
+        except RanklessError as error:
             findings.append(("bad", f"{number}: {error}"))
     return manifests, findings
 

@@ -12,7 +12,7 @@ and the next call gets them. So each worker notes its status, and who drives the
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from rankless.engine.comm.process_group_argument import SELF, ProcessGroupArgument
 from rankless.errors import MismatchError, StateError
-from rankless.inference.open_weights import open_weights
 from rankless.observe.units import format_count
 from rankless.storage.location import parse_location
-from rankless.storage.posix import list_names
+from rankless.storage.posix import list_names, wrap_os_errors
 from rankless.vllm.used_names import find_missing_names
 from rankless.weights.host_folders import HostFolders
 
@@ -102,7 +101,8 @@ class RanklessWeightTransfer(WeightTransferEngine[WeightsInitInfo, WeightsUpdate
         super().__init__(config, vllm_config, device, model)
         self.status = WorkerStatus()
         self._folders: HostFolders | None = None
-        self._prepared: Path | None = None
+        #: The tensors of the version that was prepared.
+        self._prepared: list[tuple[str, torch.Tensor]] | None = None
         self._thread: threading.Thread | None = None
 
     def init_transfer_engine(self, init_info: WeightsInitInfo) -> None:
@@ -157,20 +157,29 @@ class RanklessWeightTransfer(WeightTransferEngine[WeightsInitInfo, WeightsUpdate
             if folder is None or manifest is None or manifest.number == self.status.version:
                 self.status = WorkerStatus(IDLE, self.status.version)
                 return
-            self._check_names(folder)
-            self._prepared = folder
+            self._prepared = self._open(folder)
             self.status = WorkerStatus(READY, self.status.version, manifest.number)
         except Exception as error:  # noqa: BLE001 - see the module
             self._fail(error)
 
-    def _check_names(self, folder: Path) -> None:
-        """Raise ``MismatchError`` if a version lacks tensors that this model was loaded from."""
-        with open_weights(folder, verify=False, process_group=SELF) as weights:
-            missing = find_missing_names(self.model, weights.names)
-        if missing:
+    def _open(self, folder: Path) -> list[tuple[str, torch.Tensor]]:
+        """Map the tensors of a version. Raises ``MismatchError`` if some that this model was loaded from are missing.
+
+        They stay mapped until the commit, so nothing that happens to the folder meanwhile lets the commit of one worker
+        fail after another one's. Their bytes were proven when they were put together, and are in memory: the commit
+        reads them there. A copy of the bytes that this worker needs, as ``open_weights`` makes it, takes 1.5 to 3 times
+        as long, while generation waits.
+        """
+        tensors = []
+        for name in list_names(folder):
+            if name.endswith(".safetensors"):
+                with wrap_os_errors("open", folder / name), safe_open(folder / name, "pt") as file:
+                    tensors += [(key, file.get_tensor(key)) for key in file.keys()]  # noqa: SIM118 - it is no mapping
+        if missing := find_missing_names(self.model, [name for name, _ in tensors]):
             raise MismatchError(
                 f"{folder} lacks {format_count(len(missing), 'tensor')} of this model, such as {missing[0]!r}"
             )
+        return tensors
 
     def _commit(self, number: int) -> None:
         """Load what was prepared. If that fails it is tried again; if it fails then, the parameters are mixed.
@@ -195,18 +204,11 @@ class RanklessWeightTransfer(WeightTransferEngine[WeightsInitInfo, WeightsUpdate
         self._prepared = None
         self.status = WorkerStatus(IDLE, number)
 
-    def _load(self, folder: Path) -> None:
-        """Load a folder of this host with the layerwise reload of vLLM: it repacks and quantizes layer by layer.
-
-        The files are mapped: their bytes were proven when they were put together, are in memory, and generation waits.
-        A copy of the bytes that this worker needs, as ``open_weights`` makes it, takes 1.5 to 3 times as long here.
-        """
-        with ExitStack() as opened:
-            names = [name for name in list_names(folder) if name.endswith(".safetensors")]
-            files = [opened.enter_context(safe_open(folder / name, "pt")) for name in names]
-            initialize_layerwise_reload(self.model)
-            self.model.load_weights((name, file.get_tensor(name)) for file in files for name in file.keys())  # noqa: SIM118
-            finalize_layerwise_reload(self.model, self.model_config)
+    def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Load tensors with the layerwise reload of vLLM: it repacks and quantizes layer by layer."""
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(iter(tensors))
+        finalize_layerwise_reload(self.model, self.model_config)
 
     def _fail(self, error: Exception) -> None:
         _log.warning("weights were not updated: %s", error)

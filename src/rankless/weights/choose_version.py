@@ -20,14 +20,15 @@ def choose_version(directory: Path, own: VersionKey | None) -> int:
     """Return the number of the newest version; that of the ``own`` one if there is no newer one, 0 if there is none.
 
     A list of an object store may be late: the own version is asked for by its name. Raises ``StateError`` if the
-    directory has other versions than the one that was followed last: it was made anew.
+    directory was made anew: it has another version of that number, or only lower ones.
     """
     newest = max(list_numbers(directory), default=0)
     if own is None:
         if not newest:
             check_weights_directory(directory)
         return newest
-    if newest > own.number or not newest or _find_key(directory, own.number) == own:
+    found = _find_key(directory, own.number)
+    if found == own or not newest or (found is None and newest > own.number):  # retention has removed the own one
         return max(newest, own.number)
     raise StateError(
         f"{directory} was made anew: it has version {newest}, and no longer the version {own} that was followed. To "

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import re
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +39,7 @@ from rankless.ondisk.block_crcs import BLOCK_BYTES, crc64
 from rankless.ondisk.weight_versions import VersionFile, VersionKey, VersionManifest, decode_model_header
 from rankless.process.worker_threads import count_threads, run_in_threads
 from rankless.storage import posix
-from rankless.storage.atomic_rename import rename_path
+from rankless.storage.atomic_rename import exchange_directories, rename_path
 from rankless.storage.closing import ClosingMixin
 from rankless.storage.direct_io import BufferedWriter
 from rankless.storage.directory_trees import remove_tree
@@ -58,8 +59,8 @@ _PENDING = re.compile(r"\.(pending|current)-[0-9a-f]{16}")
 
 _LOCK = ".rankless-follow.lock"
 
-#: The most ways to a version that are tried with and without the current one.
-_WAYS = 3
+#: The most ways to a version that are looked for with and without the current one.
+_WAYS = 10
 
 #: Errors of the folder that is written, and not of the directory that is read.
 _OF_THE_FOLDER = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
@@ -120,7 +121,7 @@ class FollowedFolder(ClosingMixin):
         return self.path / f"{key.number}-{key.id}"
 
     def update(self, directory: Path, number: int) -> FollowedVersion:
-        """Put a version into the folder, and make it the current one.
+        """Put a version into the folder, and make it the current one. If it is that already, all of it is proven.
 
         Of all ways to it the cheapest is taken; if something on it is missing or corrupt, another one.
 
@@ -152,23 +153,26 @@ class FollowedFolder(ClosingMixin):
     def _iterate_routes(
         self, directory: Path, manifest: VersionManifest, read: Callable[[int], VersionManifest]
     ) -> Iterator[Route]:
-        """Yield ways to a version: the cheapest, one over other parts, one from another anchor.
+        """Yield ways to a version: the cheapest, then ways that avoid its parts, or its anchor, and so on.
 
         At first they may begin at the current version, then they must not. Raises ``NoCheckpointError`` without a way.
         """
         tried = list[Route]()
         for have in ([] if self.current is None else [self.current], []):
-            avoided = set[str]()
+            to_avoid = deque([frozenset[str]()])
             for _ in range(_WAYS):
+                if not to_avoid:
+                    break
+                avoided = to_avoid.popleft()
                 try:
                     route = find_route(directory, manifest, read, have, avoided)
                 except NoCheckpointError:
-                    break
+                    continue
                 if route not in tried:
                     tried.append(route)
                     yield route
-                parts = {step.folder for step in route.steps} - {manifest.folder} - avoided
-                avoided |= parts or {route.anchor}
+                parts = {step.folder for step in route.steps} - {manifest.folder}
+                to_avoid += [avoided | suspects for suspects in (parts, {route.anchor} - {""}) if suspects - avoided]
         if not tried:
             find_route(directory, manifest, read)  # raises the error
 
@@ -213,13 +217,18 @@ class FollowedFolder(ClosingMixin):
 
     def _publish(self, pending: Path, key: VersionKey) -> Path:
         folder = self.folder_of(key)
-        if posix.path_exists(folder):  # of a follower that was killed before it changed the link
-            remove_tree(folder)
-        rename_path(pending, folder)
+        if posix.path_exists(folder):  # the current one, or of a follower that was killed before it changed the link
+            displaced = self.path / f".pending-{secrets.token_hex(8)}"
+            exchange_directories(pending, folder, displaced)
+            remove_tree(displaced)
+        else:
+            rename_path(pending, folder)
         link = self.path / f".current-{secrets.token_hex(8)}"
         with posix.wrap_os_errors("link", link):
             link.symlink_to(folder.name)
         rename_path(link, self.path / CURRENT)
+        if key == self.current:
+            return folder
         previous, self.current = self.current, key
         kept = {folder.name, *([self.folder_of(previous).name] if previous else [])}
         with suppress(StorageError):  # the next update removes what is left

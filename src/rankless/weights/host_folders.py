@@ -157,21 +157,17 @@ class HostFolders:
         return msgspec.msgpack.decode(raw, type=VersionManifest)
 
     def _follow(self, goal: _Goal) -> None:
-        """Put a version into the folder of this host, unless it is there already."""
+        """Put a version into the folder of this host. One that an earlier process has put there is proven once."""
         if self._folder is None:
             self._open_folder(Path(goal.folder))
         folder = self._folder
         if folder is None:
             return
-        if folder.current is None or folder.current.number < goal.number:
-            self.followed = folder.update(self._directory, goal.number)
-        elif choose_version(self._directory, folder.current) > goal.number:
+        has_newer = folder.current is not None and folder.current.number >= goal.number
+        if has_newer and choose_version(self._directory, folder.current) > goal.number:
             raise CheckpointReplacedError(f"there is a newer version than {goal.number} in {self._directory}")
-        elif folder.current != read_manifest(self._directory, goal.number).key:
-            raise StateError(
-                f"{folder.path} has version {folder.current}, which {self._directory} does not have: the weights "
-                "directory was made anew. Follow into an empty folder"
-            )
+        if self.followed is None or self.followed.manifest.number != goal.number:
+            self.followed = folder.update(self._directory, goal.number)
 
     def _open_folder(self, place: Path) -> None:
         if self._is_temporary:

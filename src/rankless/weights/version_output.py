@@ -35,6 +35,7 @@ from rankless.formats.weights.version_files import list_numbers, manifest_path
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.data_files import WEIGHT_VERSIONS
+from rankless.ondisk.manifest import LARGEST
 from rankless.ondisk.weight_versions import (
     FORMAT,
     VERSION,
@@ -144,6 +145,8 @@ class VersionOutput:
     def _next_number(self) -> int:
         """Return the number of the new version. Raises ``WeightsConflictError`` if another publisher is active."""
         state, newest = self._state, self._find_newest()
+        if newest >= LARGEST:
+            raise StateError(f"{self._directory} has the largest number of a version: publish into another directory")
         if state.base is None or (newest == state.base.number and self._is_base_there(state.base)):
             return newest + 1
         last, failed = state.base, state.failed

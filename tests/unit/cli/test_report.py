@@ -12,6 +12,7 @@ import torch
 
 import rankless
 from rankless.errors import StorageError
+from rankless.ondisk.block_crcs import crc64
 from rankless.report import run_report
 from tests.helpers.commands import invoke
 from tests.helpers.processes import run_command
@@ -208,3 +209,29 @@ def test_published_weights_with_a_corrupt_manifest(tmp_path: Path) -> None:
     third.write_bytes(b"")
     (tmp_path / "weights/versions" / second.name.replace("2", "1")).write_bytes(b"{}")
     assert "no version in" in invoke("report", tmp_path / "weights", "-o", tmp_path / "none.html", code=1).stderr
+
+
+def test_published_weights_without_a_folder_that_others_are_based_on(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    publish(weights, 3)
+    shutil.rmtree(next(weights.glob("delta-2-*")))
+    invoke("report", weights, "-o", tmp_path / "report.html")
+    data = read_data(tmp_path / "report.html")
+    assert [(level, text[:2], "is missing" in text) for level, text in data["findings"]] == [
+        ("bad", "3:", True),
+        ("bad", "2:", True),
+    ]
+    assert data["focus"] == "1"
+    shutil.rmtree(next(weights.glob("anchor-1-*")))
+    assert "is missing" in invoke("report", weights, "-o", tmp_path / "none.html", code=1).stderr
+
+
+def test_published_weights_of_a_newer_format(tmp_path: Path) -> None:
+    publish(tmp_path / "weights", 2)
+    newest = rankless.list_weight_versions(tmp_path / "weights")[-1].path
+    body = newest.read_bytes().rpartition(b',"crc64nvme"')[0].replace(b'"version":1', b'"version":2', 1)
+    newest.write_bytes(body + b',"crc64nvme":"%016x"}\n' % crc64(body))
+    invoke("report", tmp_path / "weights", "-o", tmp_path / "report.html")
+    data = read_data(tmp_path / "report.html")
+    assert data["focus"] == "1"
+    assert [text[:2] for level, text in data["findings"] if level == "bad"] == ["2:"]

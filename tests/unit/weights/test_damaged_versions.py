@@ -131,6 +131,12 @@ class TestHostileManifests:
             publisher.publish(training.model)
         assert [version.number for version in rankless.list_weight_versions(tmp_path / "weights")] == [1]
 
+    def test_after_the_largest_number_there_is_none(self, training: Training, tmp_path: Path) -> None:
+        (tmp_path / "weights/versions").mkdir(parents=True)
+        (tmp_path / f"weights/versions/{2**63 - 1:020}.json").write_text("{}")
+        with pytest.raises(rankless.StateError, match="largest number"):
+            rankless.WeightPublisher(tmp_path / "weights", async_save=False).publish(training.model)
+
 
 class TestWhatIsMissingOrLate:
     def test_a_level_without_a_part_of_this_rank(self, training: Training, tmp_path: Path) -> None:
@@ -163,13 +169,17 @@ class TestWhatIsMissingOrLate:
             versions = rankless.list_weight_versions(weights)
             assert [(version.number, version.is_anchor) for version in versions] == [(1, True), (2, False), (3, True)]
 
-    def test_another_anchor_is_taken_if_one_is_corrupt(self, training: Training, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(("every", "count", "corrupt"), [(3, 5, 4), (16, 19, 17), (16, 26, 17)])
+    def test_another_anchor_is_taken_if_one_is_corrupt(
+        self, training: Training, tmp_path: Path, every: int, count: int, corrupt: int
+    ) -> None:
+        """A way from a whole anchor over levels and deltas is found, though it is not the second cheapest."""
         weights = tmp_path / "weights"
-        with rankless.WeightPublisher(weights, anchor_every=3, async_save=False, keep=None) as publisher:
-            for step in range(5):
+        with rankless.WeightPublisher(weights, anchor_every=every, async_save=False, keep=None) as publisher:
+            for step in range(count):
                 training.step()
                 publisher.publish(training.model, step=step)
-        flip_tensor_bit(next(weights.glob("anchor-4-*")) / "model.safetensors", "up.weight")
+        flip_tensor_bit(next(weights.glob(f"anchor-{corrupt}-*")) / "model.safetensors", "up.weight")
         with rankless.WeightFollower(weights, tmp_path / "followed") as follower:
             follower.update()
         training.dtype = None

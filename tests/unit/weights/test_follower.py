@@ -16,6 +16,7 @@ import torch
 import rankless
 from rankless.errors import InvalidArgumentError, WeightsConflictError
 from rankless.formats.weights import version_reader
+from tests.helpers.corruption import flip_tensor_bit
 from tests.helpers.published_training import Net, Training, files_of
 
 
@@ -115,6 +116,39 @@ class TestFollowedFolders:
         assert not place.exists()
 
 
+class TestFoldersOfAnEarlierProcess:
+    """What an earlier process has put into a folder was proven then. Bytes may have changed since."""
+
+    @pytest.mark.parametrize("harm", ["flip", "remove"])
+    def test_are_proven_once_and_mended(self, tmp_path: Path, training: Training, harm: str) -> None:
+        weights, current = tmp_path / "weights", tmp_path / "followed/current"
+        with rankless.WeightPublisher(weights, async_save=False) as publisher:
+            publisher.publish(training.model)
+        with rankless.WeightFollower(weights, tmp_path / "followed") as follower:
+            follower.update()
+        file = current.resolve() / "model.safetensors"
+        flip_tensor_bit(file, "up.weight") if harm == "flip" else file.unlink()
+        training.dtype = None
+        model = Net()
+        with rankless.WeightFollower(weights, tmp_path / "followed") as again:
+            again.update()
+            assert files_of(current) == training.expected()
+        with rankless.WeightFollower(weights, model) as other:
+            other.update()
+        assert torch.equal(model.up.weight, training.model.up.weight)
+
+    def test_stay_while_they_are_proven(self, tmp_path: Path, training: Training) -> None:
+        weights, current = tmp_path / "weights", tmp_path / "followed/current"
+        with rankless.WeightPublisher(weights, async_save=False) as publisher:
+            publisher.publish(training.model)
+        for _ in range(2):
+            with rankless.WeightFollower(weights, tmp_path / "followed") as follower:
+                follower.update()
+            before = files_of(current), current.readlink()
+        assert (files_of(current), current.readlink()) == before
+        assert [path.name for path in current.parent.iterdir() if path.name.startswith(".pending")] == []
+
+
 def test_waiting_for_weights(tmp_path: Path, training: Training) -> None:
     weights = tmp_path / "weights"
     assert rankless.wait_for_weights(weights, timeout=0.1, poll_seconds=0.05) is None
@@ -142,6 +176,8 @@ def test_a_directory_that_was_made_anew(training: Training, tmp_path: Path) -> N
     with pytest.raises(rankless.StateError, match="made anew"):
         follower.update()
     follower.close()
+    training.step()
+    rankless.WeightPublisher(weights, async_save=False).publish(training.model, step=1)
     with (
         rankless.WeightFollower(weights, tmp_path / "followed") as again,
         pytest.raises(rankless.StateError, match="made anew"),

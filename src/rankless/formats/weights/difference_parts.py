@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankless.errors import CorruptCheckpointError
+from rankless.formats.reader import missing_as_corrupt
 from rankless.formats.safetensors import SafetensorsFile
 from rankless.formats.weights.recently_used import RecentlyUsed
 from rankless.ondisk import block_crcs
@@ -88,7 +89,8 @@ class DifferencePart(msgspec.Struct, frozen=True, eq=False):
 def open_part(folder: Path, part: PublishedFile, tensors: Sequence[TensorWords]) -> DifferencePart:
     """Read the table of a part, and check it. Raises ``CorruptCheckpointError``, ``StorageError``."""
     path = folder / part.name
-    file = SafetensorsFile.open(path)
+    with missing_as_corrupt(path):
+        file = SafetensorsFile.open(path)
     entries = file.header.entries
     table, data = entries.get(RANGES), entries.get(DATA)
     size = file.header.size + sum(entry.nbytes for entry in entries.values())

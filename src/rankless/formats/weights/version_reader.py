@@ -16,9 +16,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from rankless.engine.io.tensor_sources import LayeredSource
-from rankless.errors import CorruptCheckpointError, FormatError, InvalidArgumentError
+from rankless.errors import CorruptCheckpointError, FormatError, InvalidArgumentError, NoCheckpointError
 from rankless.formats.huggingface import MODEL, HuggingFaceReader
-from rankless.formats.reader import CheckpointValues, FileExtent, UnreadTensorNote
+from rankless.formats.reader import CheckpointValues, FileExtent, UnreadTensorNote, missing_as_corrupt
 from rankless.formats.safetensors import SafetensorsFile, SafetensorsFiles
 from rankless.formats.weights.difference_parts import (
     DifferenceLayer,
@@ -67,7 +67,8 @@ class WeightsReader:
         """Return a model file of the base with the header of this version."""
         path = self._base / file.name
         header = decode_model_header(file, str(self.path))
-        base = SafetensorsFile.open(path)
+        with missing_as_corrupt(path):
+            base = SafetensorsFile.open(path)
         if base.header.entries != header.entries:
             raise CorruptCheckpointError(f"{path} has other tensors than {self.path} says: they are of two models")
         opened = SafetensorsFile(path, replace(header, size=base.header.size), base.version)
@@ -147,7 +148,8 @@ def _list_tensors(files: Sequence[SafetensorsFile]) -> Iterator[TensorWords]:
 def open_version(path: Path, keys: Mapping[str, str]) -> WeightsReader:
     """Return the reader of a version by the path of its manifest, or of the newest version of a weights directory.
 
-    Raises ``NoCheckpointError`` if the version, or what it is based on, was removed.
+    Raises ``NoCheckpointError`` if the version, or what it is based on, was removed; ``CorruptCheckpointError`` if
+    files that its manifest names are missing or corrupt.
     """
     if keys:
         raise InvalidArgumentError(f"{path} has published weights of one model: leave out keys")
@@ -158,4 +160,9 @@ def open_version(path: Path, keys: Mapping[str, str]) -> WeightsReader:
     directory = newest.parent.parent
     manifest = read_manifest(directory, number)
     route = find_route(directory, manifest, lambda number: read_manifest(directory, number))
-    return WeightsReader(directory, manifest, directory / route.anchor, route)
+    try:
+        return WeightsReader(directory, manifest, directory / route.anchor, route)
+    except CorruptCheckpointError as error:
+        if store_of(newest).file_exists(newest):
+            raise
+        raise NoCheckpointError(f"{newest} was removed while it was opened") from error
