@@ -101,7 +101,7 @@ def test_a_file_is_no_weights_directory(tmp_path: Path) -> None:
 
 
 def test_a_follower_warns_once_of_a_directory_without_versions(tmp_path: Path) -> None:
-    with rankless.WeightFollower(tmp_path / "wieghts", into=torch.nn.Linear(2, 2)) as follower:
+    with rankless.WeightFollower(tmp_path / "weighty", into=torch.nn.Linear(2, 2)) as follower:
         with pytest.warns(UserWarning, match="there is no published version in"):
             assert follower.update() is None
         with warnings.catch_warnings():
