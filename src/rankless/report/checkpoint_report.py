@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rankless.errors import CorruptCheckpointError, NoCheckpointError, RanklessError, StorageError
+from rankless.errors import NoCheckpointError, RanklessError
 from rankless.inspection.inspected_checkpoint import InspectedCheckpoint, inspect_exact_path
 from rankless.report.health import Finding, judge_values, judge_verification
 from rankless.report.statistics import Statistics, statistics_columns
@@ -54,6 +54,7 @@ def describe_checkpoint(path: Path, options: ReportOptions) -> dict[str, Any]:
     findings = [*judge_verification(options.verified), *unread, *judge_values(history)]
     return {
         **describe_page("checkpoint", path, inspected, findings, options),
+        "nbytes": sum(inspected.file_sizes().values()),
         "focus": path.name,
         **describe_tensors(inspected, None, history),
         "statistics_omitted": 0,
@@ -63,14 +64,13 @@ def describe_checkpoint(path: Path, options: ReportOptions) -> dict[str, Any]:
 def describe_page(
     kind: str, path: Path, inspected: InspectedCheckpoint, findings: Sequence[Finding], options: ReportOptions
 ) -> dict[str, Any]:
-    """Return what every page has: of which checkpoint it is, its size, and what was found."""
+    """Return what every page has: of which checkpoint it is, and what was found."""
     manifest = inspected.manifest
     return {
         "kind": kind,
         "path": str(path),
         "made": round(time.time(), 3),
         "format": inspected.reader.format,
-        "nbytes": sum(inspected.file_sizes().values()),
         "step": manifest.step if manifest else None,
         "saved": manifest.time if manifest else None,
         "world_size": manifest.provenance.world_size if manifest else 0,
@@ -115,7 +115,7 @@ def collect_statistics(
             statistics = options.read_statistics(inspect())
         except NoCheckpointError:
             continue
-        except (CorruptCheckpointError, StorageError) as error:
+        except RanklessError as error:
             findings.append(("bad", f"{tag}: {error}"))
             continue
         if statistics is not None:

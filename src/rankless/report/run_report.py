@@ -67,6 +67,7 @@ def describe_run(run: Path, tag: str, options: ReportOptions) -> dict[str, Any]:
     ]
     return {
         **describe_page("run", run, inspected, findings, options),
+        "nbytes": sum(inspected.file_sizes().values()),
         "focus": tag,
         "checkpoints": _checkpoint_rows(run, shown),
         "checkpoints_omitted": len(checkpoints) - len(shown),

@@ -207,6 +207,9 @@ def test_published_weights_with_a_corrupt_manifest(tmp_path: Path) -> None:
     assert found == {"2:": "bad", "3:": "bad"}, "the third is based on the second"
     assert ([row[0] for row in data["checkpoints"]], data["focus"]) == (["1", "3"], "1")
     third.write_bytes(b"")
+    invoke("report", tmp_path / "weights", "-o", tmp_path / "report.html", "--verify")
+    verified = read_data(tmp_path / "report.html")
+    assert {text[:2] for level, text in verified["findings"] if level == "bad"} == {"2:", "3:"}
     (tmp_path / "weights/versions" / second.name.replace("2", "1")).write_bytes(b"{}")
     assert "no version in" in invoke("report", tmp_path / "weights", "-o", tmp_path / "none.html", code=1).stderr
 
@@ -235,3 +238,6 @@ def test_published_weights_of_a_newer_format(tmp_path: Path) -> None:
     data = read_data(tmp_path / "report.html")
     assert data["focus"] == "1"
     assert [text[:2] for level, text in data["findings"] if level == "bad"] == ["2:"]
+    publish(tmp_path / "weights", 1)
+    invoke("report", tmp_path / "weights", "-o", tmp_path / "report.html")
+    assert read_data(tmp_path / "report.html")["focus"] == "3"

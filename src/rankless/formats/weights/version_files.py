@@ -68,7 +68,7 @@ def read_manifest(directory: Path, number: int) -> VersionManifest:
         if store.file_exists(path):
             raise
         raise NoCheckpointError(f"there is no version {number} in {directory}, or it was removed") from error
-    if not raw:  # a store of objects has none
+    if not raw and not store.file_exists(path):  # read from a bucket that does not have it
         raise NoCheckpointError(f"there is no version {number} in {directory}, or it was removed")
     manifest = decode_version(raw, str(path))
     if manifest.number != number:
