@@ -44,15 +44,16 @@ class EngineFollower(_Begun):
     """Keeps an ``LLM`` of vLLM at the newest published version.
 
     ```python
-    engine = LLM(
-        "model",
-        load_format="rankless",
-        model_loader_extra_config={"path": "weights"},
-        weight_transfer_config=WeightTransferConfig(backend="rankless"),
-        worker_extension_cls="rankless.vllm.weight_transfer.FollowingWorker",
-    )
-    follower = EngineFollower(engine, "weights")
-    follower.update()
+    if __name__ == "__main__":  # vLLM starts its workers as new processes, which import this file
+        engine = LLM(
+            "model",
+            load_format="rankless",
+            model_loader_extra_config={"path": "weights"},
+            weight_transfer_config=WeightTransferConfig(backend="rankless"),
+            worker_extension_cls="rankless.vllm.weight_transfer.FollowingWorker",
+        )
+        follower = EngineFollower(engine, "weights")
+        follower.update()
     ```
 
     Args:
