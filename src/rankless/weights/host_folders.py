@@ -27,7 +27,7 @@ from rankless.observe.warning import warn_caller
 from rankless.ondisk.weight_versions import VersionKey, VersionManifest
 from rankless.process.prepared_types import prepared
 from rankless.storage.directory_trees import remove_tree
-from rankless.storage.posix import host_id, is_directory, list_names
+from rankless.storage.posix import directory_identity, host_id, is_directory, list_names
 from rankless.weights.choose_version import choose_version
 from rankless.weights.followed_folder import FollowedFolder, FollowedVersion, remove_if_abandoned
 
@@ -51,7 +51,10 @@ class _Goal(msgspec.Struct, frozen=True, array_like=True):
 
 @prepared
 class _Here(msgspec.Struct, frozen=True, array_like=True):
-    """The report of a rank before rank 0 decides: its host, and the number of the version that it has loaded."""
+    """The report of a rank before rank 0 decides: its host, and the number of the version that it has loaded.
+
+    Ranks of one ``host`` see one folder: those of two containers with an ``/dev/shm`` of their own do not.
+    """
 
     host: str
     loaded: int
@@ -107,8 +110,11 @@ class HostFolders:
 
     def _go(self, loaded: int) -> Path | None:
         session = self._ranks.open_session(self._timeout)
-        here = _Here(host_id(), loaded)
-        _, raw = session.vote("looking for new weights", lambda: here, msgspec.msgpack.encode, self._choose)
+
+        def describe() -> _Here:
+            return _Here(f"{host_id()} {_identify_nearest(self.place or _memory())}", loaded)
+
+        _, raw = session.vote("looking for new weights", describe, msgspec.msgpack.encode, self._choose)
         goal = msgspec.msgpack.decode(raw, type=_Goal)
         if goal.number:
             self.place = Path(goal.folder)
@@ -195,8 +201,17 @@ def _remove_temporary(folder: FollowedFolder, process: int) -> None:
 
 def _choose_folder() -> Path:
     """Return the path of a new folder in the memory of the hosts. Nothing is created."""
-    parent = _MEMORY if is_directory(_MEMORY) else Path(tempfile.gettempdir())
-    return parent / f"rankless-weights-{secrets.token_hex(8)}"
+    return _memory() / f"rankless-weights-{secrets.token_hex(8)}"
+
+
+def _memory() -> Path:
+    """Return the folder in the memory of this host, or else that of temporary files."""
+    return _MEMORY if is_directory(_MEMORY) else Path(tempfile.gettempdir())
+
+
+def _identify_nearest(path: Path) -> str:
+    """Return the identity of a directory, or of the nearest one above it that exists."""
+    return directory_identity(next(folder for folder in (path, *path.parents) if is_directory(folder)))
 
 
 def _remove_of_dead_processes(parent: Path) -> None:
