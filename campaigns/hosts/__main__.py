@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
-from campaigns.hosts.namespaces import run_in_namespaces
+from campaigns.common.namespaces import run_in_namespaces
 from campaigns.hosts.packages import DEFAULT_FOLDER, download_packages, missing_parts
 from campaigns.hosts.scenes import faults, leftovers, locks, names, pages
 from campaigns.hosts.testbed import KINDS, Testbed, running_testbed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from campaigns.hosts.commands import run
+from campaigns.common.programs import run
 
 #: The first three numbers of the addresses. The last one is the host's number; this machine has 1.
 DATA, CONTROL = "10.77.0", "10.78.0"

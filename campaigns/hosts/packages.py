@@ -7,7 +7,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from campaigns.hosts.commands import run
+from campaigns.common.debian_packages import unpack_packages
+from campaigns.common.programs import run
 
 #: Where the packages are unpacked if no other folder is given.
 DEFAULT_FOLDER = Path.home() / ".cache" / "rankless-hosts"
@@ -23,9 +24,6 @@ PACKAGES = (
 
 #: Programs that this machine must have: ``iproute2``, ``util-linux``, ``e2fsprogs``, ``gcc``.
 PROGRAMS = ("ip", "tc", "unshare", "mkfs.ext4", "gcc")
-
-#: A merged /usr has links of these names, which a package's folder must not hide.
-_MERGED = ("bin", "sbin", "lib", "lib64")
 
 
 @dataclass(frozen=True)
@@ -61,20 +59,8 @@ class Packages:
 
 
 def download_packages(folder: Path) -> None:
-    """Download and unpack the packages with apt and dpkg, as this machine's sources of packages say."""
-    archives, root = folder / "archives", folder / "root"
-    archives.mkdir(parents=True, exist_ok=True)
-    run("apt-get", "download", *PACKAGES, cwd=archives)
-    shutil.rmtree(root, ignore_errors=True)
-    unpacked = folder / "unpacked"
-    shutil.rmtree(unpacked, ignore_errors=True)
-    for archive in sorted(archives.glob("*.deb")):
-        run("dpkg", "-x", str(archive), str(unpacked))
-    for name in _MERGED:
-        if (unpacked / name).is_dir():
-            shutil.copytree(unpacked / name, unpacked / "usr" / name, symlinks=True, dirs_exist_ok=True)
-            shutil.rmtree(unpacked / name)
-    unpacked.rename(root)
+    """Download and unpack the packages, and build the file system of FUSE."""
+    unpack_packages(folder, PACKAGES)
     _build_mirror(Packages(folder))
 
 

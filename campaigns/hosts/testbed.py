@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from campaigns.common.programs import run
 from campaigns.hosts import guest, network
-from campaigns.hosts.commands import run
 from campaigns.hosts.machine import HostSpec, Machine
 from campaigns.hosts.packages import Packages
 

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from campaigns.hosts.namespaces import run_in_namespaces
+from campaigns.common.namespaces import run_in_namespaces
 from campaigns.tier import demo, figures
 from campaigns.tier.disk import mounted_disk
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from campaigns.hosts.commands import run
+from campaigns.common.programs import run
 
 #: The bytes that the disk reads, and those that it writes, in a second.
 DISK_BYTES = 250e6

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from campaigns.hosts.commands import run
+from campaigns.common.programs import run
 from campaigns.hosts.workers import PORT, Worker, connect
 
 #: The rate of each link, as ``tc`` writes it and in bytes a second.

@@ -6,7 +6,7 @@ import importlib
 import socket
 import sys
 
-from campaigns.hosts.commands import run
+from campaigns.common.programs import run
 from campaigns.hosts.workers import PORT, serve
 
 

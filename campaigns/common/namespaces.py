@@ -1,4 +1,4 @@
-"""Network, mount and process namespaces for the test bed: all hosts and devices end with them."""
+"""Network, mount and process namespaces for test beds: all hosts and devices end with them."""
 
 from __future__ import annotations
 
