@@ -1,25 +1,81 @@
-"""Try this: start the cluster, and run a command in it."""
-import os, subprocess, sys, tempfile, time, ctypes
+"""Run the guide's scripts in a real Slurm: scenes, and random histories.
+
+``python -m campaigns.slurm setup`` unpacks the packages; ``scenes`` and ``histories`` run. It needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import sys
+import tempfile
 from pathlib import Path
+
 from campaigns.common.namespaces import run_in_namespaces
 from campaigns.common.programs import run
-from campaigns.slurm.packages import DEFAULT_FOLDER, download_packages, lay_over, missing_parts
 from campaigns.slurm.cluster import Cluster
+from campaigns.slurm.histories import play_histories
+from campaigns.slurm.jobs import Training, expected_digest
+from campaigns.slurm.packages import DEFAULT_FOLDER, download_packages, lay_over, missing_parts
+from campaigns.slurm.scenes import SCENES, SCRIPTS, TIERS, wait_for_idle_nodes
 
-def play():
-    ctypes.CDLL(None).unshare(0x04000000)
-    scratch = Path(tempfile.mkdtemp(prefix="slurm-"))
-    over = scratch / "over"; over.mkdir()
-    run("mount", "-t", "tmpfs", "tmpfs", str(over))
-    lay_over(DEFAULT_FOLDER, over)
-    cluster = Cluster(scratch); print(scratch, flush=True)
-    cluster.start()
-    from campaigns.slurm.guide import write_files
+_NEW_NAME = 0x04000000
+
+#: The steps of the training in a scene.
+STEPS = 60
+
+
+def main() -> int:
+    """Run a command. Return its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m campaigns.slurm", description=__doc__)
+    parser.add_argument("command", choices=("setup", "scenes", "histories"))
+    parser.add_argument("names", nargs="*", help="only these scenes")
+    parser.add_argument("--packages", type=Path, default=DEFAULT_FOLDER, help="where setup unpacks the packages")
+    parser.add_argument("--events", type=int, default=100, help="how many random events")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    if arguments.command == "setup":
+        download_packages(arguments.packages)
+        return 0
+    if reasons := missing_parts(arguments.packages):
+        print("skipped:", *reasons, sep="\n- ")
+        return 0
+    return run_in_namespaces(lambda: _play(arguments))
+
+
+def _play(arguments: argparse.Namespace) -> int:
+    ctypes.CDLL(None).unshare(_NEW_NAME)
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    write_files(scratch/"job")
-    return subprocess.run(sys.argv[2:], cwd=scratch/"job").returncode if len(sys.argv) > 2 else 0
+    scratch = Path(tempfile.mkdtemp(prefix="rankless-slurm-"))
+    over = scratch / "over"
+    over.mkdir()
+    run("mount", "-t", "tmpfs", "tmpfs", str(over))
+    lay_over(arguments.packages, over)
+    cluster = Cluster(scratch)
+    cluster.start()
+    if arguments.command == "histories":
+        return play_histories(cluster, scratch, arguments.events, arguments.seed)
+    return _play_scenes(cluster, scratch, arguments.names or list(SCENES))
 
-if sys.argv[1] == "setup":
-    download_packages(DEFAULT_FOLDER)
-else:
-    print(missing_parts(DEFAULT_FOLDER)); sys.exit(run_in_namespaces(play))
+
+def _play_scenes(cluster: Cluster, scratch: Path, names: list[str]) -> int:
+    expected, failed = expected_digest(scratch / "expected", STEPS), 0
+    print("| scene | script | job | went on from step | lines of ours |\n|---|---|---|---|---:|", flush=True)
+    for name in names:
+        for script in SCRIPTS:
+            training = Training(cluster, scratch / f"{name}-{script}", STEPS, TIERS.get(name))
+            try:
+                state = SCENES[name](training, script)
+                resumed, ours = training.judge(expected), training.lines_of_ours()
+                print(f"| {name} | {script} | {state} | {resumed} | {len(ours)} |", *ours, sep="\n    ", flush=True)
+            except (AssertionError, RuntimeError) as error:
+                failed += 1
+                print(f"| {name} | {script} | WRONG: {error} |", flush=True)
+                run("scancel", "--user=root")
+            wait_for_idle_nodes(training)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -120,6 +120,15 @@ class Cluster:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
         return done.stdout.strip().split(";")[0]
 
+    def submit_command(self, command: str, *options: str) -> str:
+        """Submit a command in a script of its own. Return the number of the job."""
+        return run("sbatch", "--parsable", "--output=/dev/null", *options, f"--wrap={command}").strip()
+
+    def is_known(self, job: str) -> bool:
+        """Return whether there is a job of this number; elements of an array get theirs late."""
+        asked = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=False)
+        return f"ArrayTaskId={job.partition('_')[2]} " in asked.stdout
+
     def describe(self, job: str) -> dict[str, str]:
         """Return what ``scontrol show job`` says of a job."""
         return dict(re.findall(r"(\S+?)=(\S*)", run("scontrol", "show", "job", job)))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 import rankless
@@ -17,15 +18,17 @@ from rankless.run import claims
 from rankless.run.checkpoint_info import RunScan
 from rankless.run.folder_run_store import FolderRunStore
 from rankless.run.history import Entry
+from rankless.save import shard_writer
 from rankless.storage import filesystem_kind, posix
 from tests.helpers.other_jobs import save_as_other_job
+from tests.helpers.pool import Ranks
 
 
 @contextmanager
 def remembered_as_missing(folder: Path) -> Iterator[None]:
     """Show a folder as missing until its parent is listed, as the client does. A path of its own does not ask."""
     listed: list[Path] = []
-    list_names, path_exists = posix.list_names, posix.path_exists
+    list_names, path_exists, is_directory = posix.list_names, posix.path_exists, posix.is_directory
 
     def is_missing(path: Path) -> bool:
         return folder.parent not in listed and (path == folder or folder in path.parents)
@@ -42,8 +45,20 @@ def remembered_as_missing(folder: Path) -> Iterator[None]:
         mock.patch.object(filesystem_kind, "list_names", list_names_of_client),
         mock.patch.object(filesystem_kind, "path_exists", exists_for_client),
         mock.patch.object(filesystem_kind, "is_local", return_value=False),
+        mock.patch.object(shard_writer, "is_directory", lambda path: not is_missing(path) and is_directory(path)),
     ):
         yield
+
+
+def save_although_this_host_has_looked_before(run: Path) -> None:
+    """The second rank is on another host. A path is looked for before rank 0 makes the directory."""
+    with remembered_as_missing(run) if dist.get_rank() else nullcontext():
+        rankless.save_checkpoint(run, "step_1", {"w": torch.ones(64)})
+
+
+def test_a_save_sees_the_run_directory_that_rank_0_has_made(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, save_although_this_host_has_looked_before, tmp_path / "run")
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path / "run")] == ["step_1"]
 
 
 @pytest.mark.parametrize("missing", ["run", "."])

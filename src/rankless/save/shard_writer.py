@@ -30,6 +30,7 @@ from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import RankMismatchError, ReplicaMismatchError, StorageError
 from rankless.observe.spans import traced
 from rankless.ondisk.block_crcs import Fragment
+from rankless.storage.filesystem_kind import forget_missing
 from rankless.storage.posix import is_directory
 
 #: The most bytes of a save by one rank that are not synced before their headers are written: the save then waits for
@@ -107,7 +108,7 @@ class ShardWriter:
         returns.
         """
         files = [folder / name for name in names]
-        if not is_directory(folder):
+        if not _sees(folder):
             if self._session.rank == COORDINATOR_RANK:
                 raise StorageError(errno.ENOENT, f"{folder} was removed while this save wrote into it: save again")
             raise RankMismatchError(
@@ -165,3 +166,14 @@ class ShardWriter:
         cells.finish(files)
         hashed = ((tensor, fragment) for part in (striped, written) for tensor, row in part.items() for fragment in row)
         return merge_fragments([packed, hashed])
+
+
+def _sees(folder: Path) -> bool:
+    """Return whether this host sees a directory that rank 0 has made.
+
+    A client of a network file system that has looked for the run directory before remembers for half a minute that it
+    was missing. It asks the server again if the directory above is listed.
+    """
+    if not is_directory(folder):
+        forget_missing(folder)
+    return is_directory(folder)
