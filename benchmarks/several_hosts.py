@@ -32,8 +32,8 @@ from benchmarks.measure import Contender, Figure, SelfTimed, Table, time_interle
 from benchmarks.parallel import build_raw_reads, run_on_ranks
 from benchmarks.peers import DCP, OURS
 from benchmarks.setting import Setting
-from campaigns.common.programs import run
 from campaigns.common.namespaces import run_in_namespaces, unshare_network_and_mounts
+from campaigns.common.programs import run
 from campaigns.hosts.packages import DEFAULT_FOLDER, missing_parts
 
 HOSTS = 4

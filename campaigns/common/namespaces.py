@@ -8,7 +8,9 @@ import signal
 import traceback
 from collections.abc import Callable
 
-_NEW_MOUNTS, _NEW_PROCESSES, _NEW_NETWORK = 0x00020000, 0x20000000, 0x40000000
+#: The kinds of namespaces, as ``unshare`` names them.
+NEW_MOUNTS, NEW_NAME, NEW_PROCESSES, NEW_NETWORK = 0x00020000, 0x04000000, 0x20000000, 0x40000000
+
 _PRIVATE, _RECURSIVE = 1 << 18, 1 << 14
 _SET_DEATH_SIGNAL = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -19,7 +21,7 @@ def run_in_namespaces(function: Callable[[], int]) -> int:
 
     That process is the first of its namespace: if it or this process ends, the kernel ends all others in it.
     """
-    _check(_libc.unshare(_NEW_NETWORK | _NEW_MOUNTS | _NEW_PROCESSES), "unshare")
+    unshare(NEW_NETWORK | NEW_MOUNTS | NEW_PROCESSES)
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -39,8 +41,13 @@ def run_in_namespaces(function: Callable[[], int]) -> int:
 
 def unshare_network_and_mounts() -> None:
     """Move this process into a network namespace and a mount namespace of its own."""
-    _check(_libc.unshare(_NEW_NETWORK | _NEW_MOUNTS), "unshare")
+    unshare(NEW_NETWORK | NEW_MOUNTS)
     _check(_libc.mount(b"none", b"/", None, _PRIVATE | _RECURSIVE, None), "mount")
+
+
+def unshare(kinds: int) -> None:
+    """Move this process into new namespaces of some kinds; of processes, only its later children."""
+    _check(_libc.unshare(kinds), "unshare")
 
 
 def _check(result: int, call: str) -> None:

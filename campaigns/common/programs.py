@@ -12,3 +12,14 @@ def run(*command: str, cwd: Path | None = None) -> str:
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed with status {done.returncode}: {done.stderr or done.stdout}")
     return done.stdout
+
+
+def ask(*command: str) -> str:
+    """Run a program that may fail, and return what it printed."""
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+def start(*command: str, log: Path) -> subprocess.Popen[bytes]:
+    """Start a program that goes on. What it prints is appended to a file."""
+    with log.open("a") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output)

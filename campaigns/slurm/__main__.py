@@ -6,21 +6,18 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import sys
 import tempfile
 from pathlib import Path
 
-from campaigns.common.namespaces import run_in_namespaces
+from campaigns.common.namespaces import NEW_NAME, run_in_namespaces, unshare
 from campaigns.common.programs import run
 from campaigns.slurm.cluster import Cluster
 from campaigns.slurm.histories import play_histories
 from campaigns.slurm.jobs import Training, expected_digest
 from campaigns.slurm.packages import DEFAULT_FOLDER, download_packages, lay_over, missing_parts
 from campaigns.slurm.scenes import SCENES, SCRIPTS, TIERS, wait_for_idle_nodes
-
-_NEW_NAME = 0x04000000
 
 #: The steps of the training in a scene.
 STEPS = 60
@@ -41,11 +38,12 @@ def main() -> int:
     if reasons := missing_parts(arguments.packages):
         print("skipped:", *reasons, sep="\n- ")
         return 0
-    return run_in_namespaces(lambda: _play(arguments))
+    status: int = run_in_namespaces(lambda: _play(arguments))
+    return status
 
 
 def _play(arguments: argparse.Namespace) -> int:
-    ctypes.CDLL(None).unshare(_NEW_NAME)
+    unshare(NEW_NAME)
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     scratch = Path(tempfile.mkdtemp(prefix="rankless-slurm-"))
     over = scratch / "over"
@@ -73,7 +71,7 @@ def _play_scenes(cluster: Cluster, scratch: Path, names: list[str]) -> int:
                 failed += 1
                 print(f"| {name} | {script} | WRONG: {error} |", flush=True)
                 run("scancel", "--user=root")
-            wait_for_idle_nodes(training)
+            wait_for_idle_nodes(cluster)
     return int(failed > 0)
 
 

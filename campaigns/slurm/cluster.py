@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from campaigns.common.programs import run
+from campaigns.common.programs import ask, run, start
 from campaigns.slurm.node import NETWORK, Node
 
 #: Two partitions over the same nodes: jobs of the second one preempt jobs of the first.
@@ -70,9 +70,9 @@ class Cluster:
         run("ip", "link", "add", "cluster", "type", "bridge")
         run("ip", "address", "add", f"{NETWORK}.1/24", "dev", "cluster")
         run("ip", "link", "set", "cluster", "up")
-        self._start("munged", "--foreground", "--force", "--num-threads=4")
+        start("munged", "--foreground", "--force", "--num-threads=4", log=self._scratch / "munged.out")
         self._wait_for(lambda: Path("/run/munge/munge.socket.2").exists(), "MUNGE")
-        self._start("slurmctld", "-D", "-c")
+        start("slurmctld", "-D", "-c", log=self._scratch / "slurmctld.out")
         for node in self.nodes.values():
             node.start()
         self._wait_for(lambda: self.states() == dict.fromkeys(self.nodes, "idle"), "nodes")
@@ -94,10 +94,6 @@ class Cluster:
             (self._scratch / f"gpu{number}").touch()
         Path("/etc/slurm/gres.conf").write_text(f"Name=gpu File={self._scratch}/gpu[0-7]\n")
 
-    def _start(self, *command: str) -> None:
-        log = (self._scratch / f"{command[0]}.out").open("a")
-        subprocess.Popen(command, stdout=log, stderr=log)
-
     def _wait_for(self, is_reached: Callable[[], bool], what: str, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while not is_reached():
@@ -107,14 +103,18 @@ class Cluster:
 
     def states(self) -> dict[str, str]:
         """Return the states of the nodes; nothing if the controller does not answer."""
-        asked = subprocess.run(["sinfo", "-h", "-N", "-o", "%N %t"], capture_output=True, text=True, check=False)
-        return dict(line.split() for line in asked.stdout.splitlines())
+        return dict(line.split() for line in ask("sinfo", "-h", "-N", "-o", "%N %t").splitlines())
 
     def submit(self, script: Path, *options: str, environment: Mapping[str, str] | None = None) -> str:
         """Submit a script with ``sbatch``, in its folder. Return the number of the job."""
         command = ["sbatch", "--parsable", *options, script.name]
         done = subprocess.run(
-            command, cwd=script.parent, env={**os.environ, **(environment or {})}, capture_output=True, text=True, check=False
+            command,
+            cwd=script.parent,
+            env={**os.environ, **(environment or {})},
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
@@ -126,8 +126,7 @@ class Cluster:
 
     def is_known(self, job: str) -> bool:
         """Return whether there is a job of this number; elements of an array get theirs late."""
-        asked = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=False)
-        return f"ArrayTaskId={job.partition('_')[2]} " in asked.stdout
+        return f"ArrayTaskId={job.partition('_')[2]} " in ask("scontrol", "show", "job", job)
 
     def describe(self, job: str) -> dict[str, str]:
         """Return what ``scontrol show job`` says of a job."""

@@ -1,3 +1,166 @@
-"""Random histories."""
-def play_histories(cluster, scratch, events, seed):
-    return 0
+"""Random histories: trainings in the queue, to which random things happen until they are finished."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from campaigns.common.programs import ask, run
+from campaigns.slurm.cluster import Cluster
+from campaigns.slurm.guide import SRUN, TORCHRUN
+from campaigns.slurm.jobs import ENDED, Training, expected_digest
+from campaigns.slurm.scenes import wait_for_idle_nodes
+
+#: The steps of a training, and the most events that happen to it.
+STEPS, MOST_EVENTS = 60, 5
+
+#: The numbers of nodes that a job may have: with these, averages of equal gradients are exact.
+_NODES = (1, 2, 4)
+
+_TIER = "/dev/shm/rankless-tier"
+
+
+class History:
+    """One training, and what happens to it."""
+
+    def __init__(self, cluster: Cluster, folder: Path, draw: random.Random) -> None:
+        self._cluster, self._draw = cluster, draw
+        self._training = Training(cluster, folder, STEPS, draw.choice([None, _TIER]))
+        self._down: list[str] = []
+
+    def play(self, expected: str, counts: Counter[str]) -> list[int]:
+        """Let random things happen, then let the training finish. Return the steps from which attempts went on."""
+        script = self._draw.choice([TORCHRUN, SRUN])
+        self._training.submit(script, self._draw.choice(_NODES), "--nodes=1-4")
+        for _ in range(self._draw.randint(1, MOST_EVENTS)):
+            self._wait()
+            if self._training.state() in ENDED:
+                break
+            event = self._draw.choice(EVENTS)
+            counts[event.__name__] += 1
+            event(self)
+        self.repair()
+        while self._training.end(300) != "COMPLETED" or not self._training.count("finished"):
+            counts["submit again"] += 1
+            self._training.submit(script, self._draw.choice(_NODES))
+        return self._training.judge(expected)
+
+    def _wait(self) -> None:
+        """Wait for a while, in which jobs that were requeued start."""
+        end = time.monotonic() + self._draw.uniform(1, 12)
+        while time.monotonic() < end:
+            self._training.start_now()
+            time.sleep(0.2)
+
+    def repair(self) -> None:
+        """Let all nodes be there again."""
+        while self._down:
+            ask("scontrol", "update", f"nodename={self._down.pop()}", "state=resume")
+
+    def count_jobs(self) -> int:
+        """Return how many jobs were submitted."""
+        return len(self._training.jobs)
+
+    def _names(self) -> list[str]:
+        nodes = self._cluster.describe(self._training.jobs[-1]).get("NodeList", "")
+        return run("scontrol", "show", "hostnames", nodes).split() if nodes not in {"", "(null)"} else []
+
+    def requeue(self) -> None:
+        """Requeue the job."""
+        ask("scontrol", "requeue", self._training.jobs[-1])
+
+    def requeue_on_others(self) -> None:
+        """Requeue the job for another number of nodes."""
+        job = self._training.jobs[-1]
+        ask("scontrol", "requeue", job)
+        self._training.reach(lambda: self._training.state() != "RUNNING", "the requeue")
+        ask("scontrol", "update", f"jobid={job}", f"NumNodes={self._draw.choice(_NODES)}")
+
+    def terminate(self) -> None:
+        """Send SIGTERM to all ranks."""
+        ask("scancel", "--signal=TERM", self._training.jobs[-1])
+
+    def kill_a_rank(self) -> None:
+        """Kill one rank."""
+        ask("pkill", "--signal", "KILL", "--newest", "--full", "python.* train.py")
+
+    def stop_a_rank(self) -> None:
+        """Stop one rank for two seconds."""
+        found = ask("pgrep", "--newest", "--full", "python.* train.py")
+        for pid in found.split():
+            ask("kill", "-STOP", pid)
+            time.sleep(2)
+            ask("kill", "-CONT", pid)
+
+    def suspend(self) -> None:
+        """Suspend the job for two seconds, as Slurm does."""
+        job = self._training.jobs[-1]
+        ask("scontrol", "suspend", job)
+        time.sleep(2)
+        ask("scontrol", "resume", job)
+
+    def cancel(self) -> None:
+        """Cancel the job."""
+        ask("scancel", self._training.jobs[-1])
+
+    def preempt(self) -> None:
+        """Submit an urgent job that needs all nodes."""
+        self._cluster.submit_command("sleep 1", "--partition=urgent", "--nodes=4", "--exclusive")
+
+    def set_down(self) -> None:
+        """Set a node of the job down, until the history is repaired."""
+        for name in self._names()[-1:]:
+            ask("scontrol", "update", f"nodename={name}", "state=down", "reason=test")
+            self._down.append(name)
+
+    def lose(self) -> None:
+        """Crash a node of the job. It starts again at once."""
+        for name in self._names()[-1:]:
+            self._cluster.nodes[name].crash()
+            self._cluster.nodes[name].start()
+
+    def cut(self) -> None:
+        """Cut a node of the job off the network for two seconds."""
+        for name in self._names()[-1:]:
+            self._cluster.nodes[name].cut()
+            time.sleep(2)
+            self._cluster.nodes[name].connect()
+
+
+#: All events, in the order in which they are drawn from.
+EVENTS: tuple[Callable[[History], None], ...] = (
+    History.requeue,
+    History.requeue_on_others,
+    History.terminate,
+    History.kill_a_rank,
+    History.stop_a_rank,
+    History.suspend,
+    History.cancel,
+    History.preempt,
+    History.set_down,
+    History.lose,
+    History.cut,
+)
+
+
+def play_histories(cluster: Cluster, scratch: Path, events: int, seed: int) -> int:
+    """Play histories until there were so many events. Return 1 if something was wrong."""
+    expected, counts, jobs, wrong, number = expected_digest(scratch / "expected", STEPS), Counter[str](), 0, 0, seed
+    while counts.total() < events:
+        history = History(cluster, scratch / f"history-{number}", random.Random(number))
+        try:
+            resumed = history.play(expected, counts)
+            print(f"history {number}: went on from {resumed}; {counts.total()} events", flush=True)
+        except (AssertionError, RuntimeError) as error:
+            wrong += 1
+            print(f"history {number}: WRONG: {error}", flush=True)
+            run("scancel", "--user=root")
+        jobs += history.count_jobs()
+        history.repair()
+        wait_for_idle_nodes(cluster)
+        number += 1
+    print(f"{counts.total()} events in {jobs} jobs, {wrong} wrong: {dict(counts)}")
+    return int(wrong > 0)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from campaigns.common.programs import run
+from campaigns.common.programs import ask, run
 from campaigns.slurm import training
 from campaigns.slurm.cluster import Cluster
 from campaigns.slurm.guide import TRAINING, write_files
 
 #: The states in which a job ends for good.
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+
+
+#: How many seconds a job waits between two attempts, at least.
+_SECONDS_BETWEEN = 3.0
 
 
 class Note(NamedTuple):
@@ -34,6 +37,7 @@ class Training:
     def __init__(self, cluster: Cluster, folder: Path, steps: int, tier: str | None = None) -> None:
         self.cluster, self.folder, self.steps = cluster, folder, steps
         self.jobs: list[str] = []
+        self._waiting: dict[str, float] = {}
         write_files(folder)
         shutil.copy(training.__file__, folder / TRAINING)
         settings = json.dumps({"steps": steps, "tier": tier})
@@ -65,11 +69,16 @@ class Training:
             time.sleep(0.2)
 
     def start_now(self) -> None:
-        """Start jobs that wait two minutes after a requeue."""
+        """Start jobs that wait two minutes after a requeue.
+
+        Not at once: a node refuses a job whose attempt before it has ended in the same second.
+        """
         for job in self.jobs:
             described = self.cluster.describe(job)
-            if described["JobState"] == "PENDING" and described["Reason"] == "BeginTime":
-                subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], check=False, capture_output=True)
+            if described["JobState"] != "PENDING" or described["Reason"] != "BeginTime":
+                self._waiting.pop(job, None)
+            elif time.monotonic() - self._waiting.setdefault(job, time.monotonic()) > _SECONDS_BETWEEN:
+                ask("scontrol", "update", f"jobid={job}", "StartTime=now")
 
     def reach_step(self, step: int) -> None:
         """Wait until an attempt that is running now has taken a step."""
@@ -109,14 +118,20 @@ class Training:
             elif note.kind == "finished":
                 self._check(note.value == expected, "the bits differ from a training without an interruption")
         self._check(self.count("finished") >= 1, "no attempt has finished")
-        listed = json.loads(run(str(Path(sys.executable).parent / "rankless"), "ls", "--json", training.RUN, cwd=self.folder))
+        listed = json.loads(
+            run(str(Path(sys.executable).parent / "rankless"), "ls", "--json", training.RUN, cwd=self.folder)
+        )
         steps = [entry["step"] for entry in listed["checkpoints"]]
         self._check(steps[-1] == self.steps and len(steps) == 3, f"the run has the steps {steps}")
-        left = [path.name for path in (self.folder / training.RUN).iterdir() if "pending" in path.name or ".tmp" in path.name]
+        left = [
+            path.name
+            for path in (self.folder / training.RUN).iterdir()
+            if "pending" in path.name or ".tmp" in path.name
+        ]
         self._check(not left, f"left in the run: {left}")
         return resumed
 
-    def _check(self, is_right: bool, what: str) -> None:  # noqa: FBT001 - read as a sentence
+    def _check(self, is_right: bool, what: str) -> None:
         if not is_right:
             raise AssertionError(f"{what}. {self.describe()}")
 
@@ -134,8 +149,3 @@ def expected_digest(folder: Path, steps: int) -> str:
     run(sys.executable, TRAINING, cwd=folder)
     (line,) = [line for line in (folder / training.LOG).read_text().splitlines() if '"finished"' in line]
     return str(json.loads(line)[2])
-
-
-def start_command(command: Sequence[str]) -> None:
-    """Run a command of Slurm."""
-    run(*command)

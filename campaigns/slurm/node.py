@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import subprocess
 import sys
 import time
 import uuid
 from pathlib import Path
 
-from campaigns.common.programs import run
+from campaigns.common.namespaces import NEW_MOUNTS, NEW_NAME, NEW_NETWORK, NEW_PROCESSES, unshare
+from campaigns.common.programs import run, start
 
-_NEW_MOUNTS, _NEW_NAME, _NEW_PROCESSES, _NEW_NETWORK = 0x00020000, 0x04000000, 0x20000000, 0x40000000
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
-_libc = ctypes.CDLL(None, use_errno=True)
 
 #: The first three numbers of all addresses. The controller has 1.
 NETWORK = "10.79.0"
@@ -65,15 +62,14 @@ class Node:
     def _enter(self, boot: Path, ready: int) -> None:
         """Enter the namespaces, and become the parent of the first process in them. Does not return."""
         try:
-            if _libc.unshare(_NEW_MOUNTS | _NEW_NAME | _NEW_PROCESSES | _NEW_NETWORK):
-                raise OSError(ctypes.get_errno(), "unshare")
+            unshare(NEW_MOUNTS | NEW_NAME | NEW_PROCESSES | NEW_NETWORK)
             child = os.fork()
             if child:
                 os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
             os.read(ready, 1)  # until the network is there
             run("mount", "-t", "proc", "proc", "/proc")
             run("mount", "--bind", str(boot), _BOOT_ID)
-            for folder in ("/dev/shm", str(LOCAL)):  # noqa: S108 - mounted over
+            for folder in ("/dev/shm", str(LOCAL)):
                 run("mount", "-t", "tmpfs", "-o", "size=2g", "tmpfs", folder)
             run("hostname", self.name)
             self._be_init()
@@ -84,8 +80,7 @@ class Node:
 
     def _be_init(self) -> None:
         """Start the daemon, and reap all that ends in this namespace."""
-        log = (self._scratch / f"{self.name}.out").open("a")
-        daemon = subprocess.Popen(["slurmd", "-D", "-N", self.name], stdout=log, stderr=log)
+        daemon = start("slurmd", "-D", "-N", self.name, log=self._scratch / f"{self.name}.out")
         while True:
             pid, _ = os.wait()
             if pid == daemon.pid:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from campaigns.common.programs import run
+from campaigns.slurm.cluster import Cluster
 from campaigns.slurm.guide import SRUN, TORCHRUN
 from campaigns.slurm.jobs import Training
 
@@ -19,19 +20,19 @@ class Seen(NamedTuple):
 
 
 def finish(training: Training, script: str) -> str:
-    """The job runs to its end."""
+    """Let the job run to its end."""
     training.submit(script, 2)
     return training.end()
 
 
 def reach_the_time_limit(training: Training, script: str) -> str:
-    """Slurm sends SIGTERM before the time limit, again and again."""
+    """Let Slurm send SIGTERM before the time limit, again and again."""
     training.submit(script, 2, "--time=1", "--signal=TERM@45")
     return training.end(600)
 
 
 def requeue(training: Training, script: str) -> str:
-    """An administrator requeues the job, twice."""
+    """Requeue the job, twice, as an administrator does."""
     job = training.submit(script, 2)
     for step in (15, 35):
         training.reach_step(step)
@@ -41,7 +42,7 @@ def requeue(training: Training, script: str) -> str:
 
 
 def cancel(training: Training, script: str) -> str:
-    """A user cancels the job, and submits another one, on other nodes."""
+    """Cancel the job, and submit another one, on fewer nodes."""
     job = training.submit(script, 2)
     training.reach_step(15)
     run("scancel", job)
@@ -51,18 +52,27 @@ def cancel(training: Training, script: str) -> str:
 
 
 def signal(training: Training, script: str) -> str:
-    """A user sends SIGTERM to the ranks, or SIGKILL."""
+    """Send SIGTERM to all ranks."""
     job = training.submit(script, 2)
-    for step, number in ((15, "TERM"), (35, "KILL")):
-        training.reach_step(step)
-        attempts = training.count("resumed")
-        run("scancel", f"--signal={number}", job)
-        training.reach(lambda attempts=attempts: training.count("resumed") > attempts, f"the attempt after {number}")
+    training.reach_step(15)
+    attempts = training.count("resumed")
+    run("scancel", "--signal=TERM", job)
+    training.reach(lambda: training.count("resumed") > attempts, "the next attempt")
+    return training.end()
+
+
+def lose_a_rank(training: Training, script: str) -> str:
+    """Kill a rank, as the kernel does if memory is short."""
+    training.submit(script, 2)
+    training.reach_step(15)
+    attempts = training.count("resumed")
+    run("pkill", "--signal", "KILL", "--newest", "--full", "python.* train.py")
+    training.reach(lambda: training.count("resumed") > attempts, "the next attempt")
     return training.end()
 
 
 def preempt(training: Training, script: str) -> str:
-    """A job of a partition with a higher priority needs all nodes."""
+    """Submit a job to a partition with a higher priority: it needs all nodes."""
     training.submit(script, 4, "--exclusive")
     training.reach_step(15)
     urgent = training.cluster.submit_command("sleep 2", "--partition=urgent", "--nodes=4", "--exclusive")
@@ -71,7 +81,7 @@ def preempt(training: Training, script: str) -> str:
 
 
 def set_a_node_down(training: Training, script: str) -> str:
-    """A node is set down in mid-save, and is back later."""
+    """Set a node down in mid-save, and resume it later."""
     training.submit(script, 2)
     training.reach_step(20)  # a save begins
     node = training.cluster.describe(training.jobs[-1])["BatchHost"]
@@ -82,7 +92,7 @@ def set_a_node_down(training: Training, script: str) -> str:
 
 
 def lose_a_node(training: Training, script: str) -> str:
-    """A node loses its power, and starts again later."""
+    """Crash a node, as without power, and start it again later."""
     job = training.submit(script, 2)
     training.reach_step(15)
     names = run("scontrol", "show", "hostnames", training.cluster.describe(job)["NodeList"]).split()
@@ -95,7 +105,7 @@ def lose_a_node(training: Training, script: str) -> str:
 
 
 def use_an_array(training: Training, script: str) -> str:
-    """The elements of an array run one after the other, in one run."""
+    """Run the elements of an array one after the other, in one run."""
     job = training.submit(script, 2, "--array=1-3%1")
     training.jobs[-1] = f"{job}_3"
     training.reach(lambda: training.cluster.is_known(f"{job}_3"), "the third element", 300)
@@ -103,7 +113,7 @@ def use_an_array(training: Training, script: str) -> str:
 
 
 def start_twice(training: Training, script: str) -> str:
-    """A second job continues the run of the first one: the first one ends with status 0, and is not requeued."""
+    """Submit a second job to the same run: the first one ends with status 0, and is not requeued."""
     first = training.submit(script, 1)
     training.reach_step(15)
     training.submit(script, 1)
@@ -113,7 +123,7 @@ def start_twice(training: Training, script: str) -> str:
 
 
 def go_to_other_nodes(training: Training, script: str) -> str:
-    """A job with a local tier is requeued on its own nodes, then on others."""
+    """Requeue a job with a local tier on its own nodes, then on others."""
     job = training.submit(script, 2, "--nodelist=n1,n2")
     training.reach_step(25)
     run("scontrol", "requeue", job)
@@ -133,6 +143,7 @@ SCENES: dict[str, Callable[[Training, str], str]] = {
         requeue,
         cancel,
         signal,
+        lose_a_rank,
         preempt,
         set_a_node_down,
         lose_a_node,
@@ -142,14 +153,13 @@ SCENES: dict[str, Callable[[Training, str], str]] = {
     )
 }
 SCRIPTS = (TORCHRUN, SRUN)
-TIERS = {"go_to_other_nodes": "/dev/shm/rankless-tier"}  # noqa: S108 - of each node
+TIERS = {"go_to_other_nodes": "/dev/shm/rankless-tier"}
 
 
-def wait_for_idle_nodes(training: Training) -> None:
+def wait_for_idle_nodes(cluster: Cluster) -> None:
     """Wait until all nodes are idle again."""
-    names = training.cluster.nodes
-    deadline = time.monotonic() + 90
-    while training.cluster.states() != dict.fromkeys(names, "idle"):
+    deadline = time.monotonic() + 120
+    while (states := cluster.states()) != dict.fromkeys(cluster.nodes, "idle"):
         if time.monotonic() > deadline:
-            raise AssertionError(f"nodes are {training.cluster.states()}")
+            raise AssertionError(f"nodes are {states}")
         time.sleep(0.3)

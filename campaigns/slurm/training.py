@@ -60,7 +60,14 @@ def train(steps: int, tier: str | None) -> bool:
     optimizer = torch.optim.AdamW(model.parameters())
     local = None if tier is None else rankless.LocalTier(tier, drain_every=3)
     with rankless.Checkpointer(
-        RUN, model=model, optimizer=optimizer, save_every=SAVE_EVERY, keep=3, async_save=True, local=local, on_event=listen
+        RUN,
+        model=model,
+        optimizer=optimizer,
+        save_every=SAVE_EVERY,
+        keep=3,
+        async_save=True,
+        local=local,
+        on_event=listen,
     ) as checkpointer:
         start = checkpointer.resume()
         note("resumed", start)

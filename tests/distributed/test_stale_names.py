@@ -22,6 +22,8 @@ import rankless
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, RankMismatchError, StorageError
 from rankless.formats import native
 from rankless.load import load_operation
+from rankless.ondisk.manifest import Manifest
+from rankless.run import ownership
 from rankless.storage import posix
 from tests.helpers.pool import Ranks
 
@@ -153,3 +155,21 @@ def test_a_stale_handle_means_that_a_path_is_missing(tmp_path: Path) -> None:
     with mock.patch.object(Path, "exists", side_effect=stale), mock.patch("os.open", side_effect=stale):
         assert not posix.path_exists(tmp_path)
         assert not posix.is_directory_without(tmp_path, "manifest.json")
+    with mock.patch.object(Path, "iterdir", side_effect=stale), mock.patch("os.scandir", side_effect=stale):
+        assert posix.list_files(tmp_path) == []
+        assert posix.list_names(tmp_path) == posix.list_regular_files(tmp_path) == set()
+
+
+def test_a_checkpoint_that_other_jobs_replace_while_it_is_judged_is_judged_again(tmp_path: Path) -> None:
+    """The manifest is there when its folder is listed; it is missing when it is read, and when the error says why."""
+    info = rankless.save_checkpoint(tmp_path / "run", "step_1", {"w": torch.ones(4)}).wait()
+    failures = iter([CheckpointReplacedError("it was removed while it was being opened")] * 2)
+
+    def read(path: Path) -> Manifest:
+        for error in failures:
+            raise error
+        return native.read_manifest(path)
+
+    with mock.patch.object(ownership, "read_manifest", read):
+        ownership.checkpoint_of("step_1").check(info.path)
+    assert next(failures, None) is None

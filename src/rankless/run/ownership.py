@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -181,13 +182,20 @@ class Replaceable(msgspec.Struct, frozen=True):
 
     def check(self, path: Path) -> None:
         """Raise ``TagExistsError``, naming the first file, if something at ``path`` is no file of such an output."""
-        foreign = self.find_foreign(path)
-        if foreign is None:
-            return
-        what = f"{path / foreign} is no file of {self.text}" if foreign else f"{path} is not {self.text}"
+        for _ in range(_LOOKS):
+            foreign = self.find_foreign(path)
+            if foreign is None:
+                return
+            with suppress(NoCheckpointError):  # another job has replaced or removed it since: look again
+                what = self._describe(path, foreign)
+                hint = "nothing else is replaced or removed: choose another name, or move it away"
+                raise TagExistsError(f"{what}; {hint}")
+        raise _busy_error(path)
+
+    def _describe(self, path: Path, foreign: str) -> str:
         if foreign == manifest.NAME:
-            what = _describe_manifest(path)
-        raise TagExistsError(f"{what}; nothing else is replaced or removed: choose another name, or move it away")
+            return _describe_manifest(path)
+        return f"{path / foreign} is no file of {self.text}" if foreign else f"{path} is not {self.text}"
 
 
 def _describe_manifest(path: Path) -> str:

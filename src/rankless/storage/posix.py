@@ -342,7 +342,7 @@ def list_regular_files(path: Path) -> set[str]:
     """List the names of the regular files in a directory, read in one pass; none if it is missing."""
     with wrap_os_errors("list", path):
         try:
-            with os.scandir(path) as entries:
+            with _stale_as_missing(), os.scandir(path) as entries:
                 return {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
         except (FileNotFoundError, NotADirectoryError):
             return set()
@@ -512,7 +512,8 @@ def list_files(path: Path) -> list[Path]:
     """
     with wrap_os_errors("list", path):
         try:
-            return sorted(entry for entry in path.iterdir() if not entry.is_dir())
+            with _stale_as_missing():
+                return sorted(entry for entry in path.iterdir() if not entry.is_dir())
         except (FileNotFoundError, NotADirectoryError):
             return []
 
