@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-hosts test core test-all slow left-out test-near near durations interop dist frameworks peers engines sglang optimizers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects bench-published bench-engines gcs objects run-histories published-histories histories crash jobs kill faults fuzz mutate large hosts tier tier-kill clean
+.PHONY: demo demo-hosts test core test-all slow left-out test-near near durations interop dist frameworks peers engines sglang optimizers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects bench-published bench-engines gcs objects run-histories published-histories histories crash jobs kill faults fuzz mutate large hosts slurm tier tier-kill clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -242,6 +242,12 @@ large: .venv/installed
 hosts: .venv/installed
 	$(BIN)/python -m campaigns.hosts setup
 	for scene in pages locks leftovers names faults saves folders jobs failures histories; do $(BIN)/python -m campaigns.hosts $$scene || exit 1; done
+
+## slurm: the guide's scripts in a real Slurm, in namespaces of this machine; needs root and Debian's packages
+slurm: .venv/installed
+	$(BIN)/python -m campaigns.slurm setup
+	$(BIN)/python -m campaigns.slurm scenes
+	$(BIN)/python -m campaigns.slurm histories --events 100
 
 ## tier: measure loads from the memory of four hosts, what saves cost, and a frozen disk; needs root and 16 GB of memory
 tier: .venv/installed

@@ -17,8 +17,8 @@ from campaigns.slurm.scenes import wait_for_idle_nodes
 #: The steps of a training, and the most events that happen to it.
 STEPS, MOST_EVENTS = 60, 5
 
-#: The numbers of nodes that a job may have: with these, averages of equal gradients are exact.
-_NODES = (1, 2, 4)
+#: The numbers of nodes that a job may have.
+_NODES = (1, 2, 3, 4)
 
 _TIER = "/dev/shm/rankless-tier"
 

@@ -27,7 +27,7 @@ def finish(training: Training, script: str) -> str:
 
 def reach_the_time_limit(training: Training, script: str) -> str:
     """Let Slurm send SIGTERM before the time limit, again and again."""
-    training.submit(script, 2, "--time=1", "--signal=TERM@45")
+    training.submit(script, 2, "--time=1", "--signal=TERM@52")
     return training.end(600)
 
 
@@ -73,7 +73,7 @@ def lose_a_rank(training: Training, script: str) -> str:
 
 def preempt(training: Training, script: str) -> str:
     """Submit a job to a partition with a higher priority: it needs all nodes."""
-    training.submit(script, 4, "--exclusive")
+    training.submit(script, 4)
     training.reach_step(15)
     urgent = training.cluster.submit_command("sleep 2", "--partition=urgent", "--nodes=4", "--exclusive")
     training.reach(lambda: training.state(urgent) == "COMPLETED", "the urgent job")

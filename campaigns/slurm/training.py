@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import rankless
 
@@ -39,6 +39,16 @@ def listen(event: rankless.Event) -> None:
     """Note what is durable."""
     if isinstance(event, rankless.Saved):
         note("durable", event.step)
+
+
+def set_gradients(model: torch.nn.Module, step: int) -> None:
+    """Give all parameters gradients that depend on the step alone: averages over ranks would be rounded."""
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        whole = torch.randn(parameter.shape, generator=generator)
+        if isinstance(parameter, DTensor):
+            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.grad = whole
 
 
 def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -72,10 +82,8 @@ def train(steps: int, tier: str | None) -> bool:
         start = checkpointer.resume()
         note("resumed", start)
         for step in range(start + 1, steps + 1):
-            torch.manual_seed(step)
-            model(torch.randn(8, 64)).square().mean().backward()
+            set_gradients(model, step)
             optimizer.step()
-            optimizer.zero_grad()
             time.sleep(SECONDS)
             note("step", step)
             if checkpointer.step(step):
