@@ -44,7 +44,40 @@ print("finished", rank, flush=True)
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="mounts need root, and unshare")
+SMALL = """
+import sys
+from pathlib import Path
+import pytest, torch
+import rankless
+
+folder, model = Path(sys.argv[1]), torch.nn.Linear(300, 300)
+rankless.WeightPublisher(folder / "weights", async_save=False).publish(model)
+with rankless.WeightFollower(folder / "weights", into=model) as follower:
+    with pytest.raises(rankless.StorageError, match="/dev/shm has no room for two versions of the model: pass folder="):
+        follower.update()
+with rankless.WeightFollower(folder / "weights", into=model, folder=folder / "followed") as follower:
+    assert follower.update().number == 1
+with pytest.warns(UserWarning, match="more are needed in the folder of the tier"):
+    rankless.save_checkpoint(folder / "run", "step_1", model=model, local=rankless.LocalTier("/dev/shm/tier"))
+assert rankless.load_checkpoint(folder / "run", model=model) is None
+"""
+
+needs_mounts = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="mounts need root, and unshare"
+)
+
+
+@needs_mounts
+def test_a_small_memory_is_named_and_what_to_do(tmp_path: Path) -> None:
+    script = tmp_path / "small.py"
+    script.write_text(SMALL)
+    start = 'mount -t tmpfs -o size=64k none /dev/shm && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", start, "sh", sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_mounts
 def test_a_job_in_two_containers_saves_resumes_and_follows(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)

@@ -7,13 +7,14 @@ puts it into the folder of its host. After that vote all folders have the versio
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -35,6 +36,9 @@ from rankless.weights.followed_folder import FollowedFolder, FollowedVersion, re
 _MEMORY = Path("/dev/shm")  # noqa: S108 - the folder has a random name
 
 _TEMPORARY = re.compile(r"rankless-weights-[0-9a-f]{16}")
+
+#: The errors of a file system that cannot have the model.
+_NO_MEMORY = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
 
 #: How often the newest version is looked for again if it was removed meanwhile.
 _ATTEMPTS = 5
@@ -149,7 +153,8 @@ class HostFolders:
     def _follow_together(self, session: Session, goal: _Goal) -> VersionManifest:
         def follow() -> None:
             if session.rank in goal.leaders:
-                self._follow(goal)
+                with self._explaining_memory():
+                    self._follow(goal)
 
         def describe(_: list[bytes]) -> bytes:
             followed = self.followed
@@ -174,6 +179,20 @@ class HostFolders:
             raise CheckpointReplacedError(f"there is a newer version than {goal.number} in {self._directory}")
         if self.followed is None or self.followed.manifest.number != goal.number:
             self.followed = folder.update(self._directory, goal.number)
+
+    @contextmanager
+    def _explaining_memory(self) -> Iterator[None]:
+        """Say what to do if the memory of this host cannot have the model: in containers it is often 64 MB."""
+        try:
+            yield
+        except StorageError as error:
+            if not self._is_temporary or error.errno not in _NO_MEMORY:
+                raise
+            raise StorageError(
+                error.errno,
+                f"{_memory()} has no room for two versions of the model: pass folder= with a folder on a disk, or let "
+                f"this host or container have more of it: {error}",
+            ) from error
 
     def _open_folder(self, place: Path) -> None:
         if self._is_temporary:
