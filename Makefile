@@ -170,6 +170,7 @@ lint: .venv/installed
 ## docs: docs/api.md from the code, and the site, in site/; any broken link is an error
 docs: .venv/docs
 	$(BIN)/python docs/make_api.py
+	$(BIN)/python docs/check_manifests.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 .venv/docs: requirements-docs.txt .venv/installed

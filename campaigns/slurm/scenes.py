@@ -27,7 +27,7 @@ def finish(training: Training, script: str) -> str:
 
 def reach_the_time_limit(training: Training, script: str) -> str:
     """Let Slurm send SIGTERM before the time limit, again and again."""
-    training.submit(script, 2, "--time=1", "--signal=TERM@52")
+    training.submit(script, 2, "--time=1", "--signal=TERM@45")
     return training.end(600)
 
 

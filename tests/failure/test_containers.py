@@ -1,14 +1,19 @@
-"""Two containers of one job on one host: one kernel and one disk, and an ``/dev/shm`` for each."""
+"""Containers: mounts, processes and an ``/dev/shm`` of their own, on one kernel and one disk."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+import rankless
 
 PROGRAM = """
 import sys
@@ -94,3 +99,68 @@ def test_a_job_in_two_containers_saves_resumes_and_follows(tmp_path: Path) -> No
     outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
     assert ["finished" in output for output in outputs] == [True, True]
+
+
+POD = """
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+import rankless
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model, folder = torch.nn.Linear(64, 64), Path("/mnt")
+local = rankless.LocalTier("/dev/shm/tier", drain_every=100)
+with rankless.Checkpointer(folder / "run", model=model, save_every=5, async_save=True, local=local) as checkpointer:
+    start = checkpointer.resume()
+    for step in range(start + 1, 1000):
+        time.sleep(0.05)
+        (folder / f"step_{step}").touch()
+        if checkpointer.step(step):
+            print(f"rank {dist.get_rank()} went on from {start}, and stopped at {step}", flush=True)
+            sys.exit(1)
+"""
+
+#: A read-only root, folders in memory, and a volume that outlives the pod.
+START_POD = """
+root=$1 volume=$2
+mount --bind / "$root" && mount -o remount,bind,ro "$root"
+mount --rbind /dev "$root/dev" && mount -t proc proc "$root/proc"
+mount -t tmpfs -o size=64m none "$root/dev/shm" && mount -t tmpfs none "$root/tmp" && mount --bind "$volume" "$root/mnt"
+exec chroot "$root" "$3" -m torch.distributed.run --standalone --nproc-per-node 2 /mnt/train.py
+"""
+
+
+def run_pod(root: Path, volume: Path) -> str:
+    """Run a pod until it has trained for some steps, then end it as Kubernetes does. Return what it printed."""
+    root.mkdir()
+    before = len(list(volume.glob("step_*")))
+    namespaces = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--uts")
+    command = (*namespaces, "sh", "-c", START_POD, "sh", str(root), str(volume), sys.executable)
+    pod = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 90
+    while len(list(volume.glob("step_*"))) < before + 12 and pod.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert pod.poll() is None, pod.communicate()[0]
+    first = Path(f"/proc/{pod.pid}/task/{pod.pid}/children").read_text()
+    os.kill(int(first), signal.SIGTERM)
+    output = pod.communicate(timeout=30)[0]
+    assert pod.returncode == 1, output
+    return output
+
+
+@needs_mounts
+def test_the_life_of_a_pod(tmp_path: Path) -> None:
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    (volume / "train.py").write_text(POD)
+    resumed = 0
+    for number in range(2):
+        output = run_pod(tmp_path / f"root_{number}", volume)
+        found = re.findall(r"went on from (\d+), and stopped at (\d+)", output)
+        assert len(found) == 2, output
+        assert len(set(found)) == 1, "both ranks stop at the same step"
+        start, stop = map(int, found[0])
+        assert start == resumed
+        assert [info.step for info in rankless.list_checkpoints(volume / "run")][-1] == stop
+        resumed = stop
