@@ -19,6 +19,9 @@ from campaigns.slurm.guide import TRAINING, write_files
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 
 
+#: How many checkpoints the training keeps.
+_KEPT = 3
+
 #: How many seconds a job waits between two attempts, at least.
 _SECONDS_BETWEEN = 3.0
 
@@ -122,7 +125,7 @@ class Training:
             run(str(Path(sys.executable).parent / "rankless"), "ls", "--json", training.RUN, cwd=self.folder)
         )
         steps = [entry["step"] for entry in listed["checkpoints"]]
-        self._check(steps[-1] == self.steps and len(steps) == 3, f"the run has the steps {steps}")
+        self._check(steps[-1] == self.steps and len(steps) <= _KEPT, f"the run has the steps {steps}")
         left = [
             path.name
             for path in (self.folder / training.RUN).iterdir()

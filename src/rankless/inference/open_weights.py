@@ -159,9 +159,12 @@ class ModelWeights:
         return self._path / name if kind == b"/" else self._path.with_name(name) if kind else self._path
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._opened("iterate").iterate()
+
+    def _opened(self, what: str) -> WeightsLoader:
         if self._loader is None:
-            raise StateError("the weights are not open: iterate inside of `with open_weights(...) as weights`")
-        return self._loader.iterate()
+            raise StateError(f"the weights are not open: {what} inside of `with open_weights(...) as weights`")
+        return self._loader
 
     @property
     def path(self) -> Path:
@@ -170,13 +173,13 @@ class ModelWeights:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all tensors; tied ones have several."""
-        return frozenset() if self._loader is None else self._loader.keys
+        """The names of all tensors; tied ones have several. Raises ``StateError`` before the block."""
+        return self._opened("ask for names").keys
 
     @property
     def used_names(self) -> frozenset[str]:
         """The names of the tensors of which this rank has read something, once it was read."""
-        return frozenset() if self._loader is None else self._loader.used_keys
+        return self._opened("ask for names").used_keys
 
     def count_written(self, tensor: torch.Tensor) -> int:
         """Return how many bytes were written into the memory of a tensor inside the block, in any way."""
@@ -199,9 +202,7 @@ class ModelWeights:
         Raises:
             StateError: The block has not begun.
         """
-        if self._loader is None:
-            raise StateError("the weights are not open: call slices() inside of `with open_weights(...) as weights`")
-        return self._loader.slices()
+        return self._opened("call slices()").slices()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
