@@ -17,7 +17,7 @@ from campaigns.slurm.cluster import Cluster
 from campaigns.slurm.histories import play_histories
 from campaigns.slurm.jobs import Training, expected_digest
 from campaigns.slurm.packages import DEFAULT_FOLDER, download_packages, lay_over, missing_parts
-from campaigns.slurm.scenes import SCENES, SCRIPTS, TIERS, wait_for_idle_nodes
+from campaigns.slurm.scenes import SCENES, SCRIPTS, WITH_TIER, wait_for_idle_nodes
 
 #: The steps of the training in a scene, and in one that takes longer: Slurm compares times every half minute.
 STEPS, MORE_STEPS = 60, {"reach_the_time_limit": 600}
@@ -64,7 +64,7 @@ def _play_scenes(cluster: Cluster, scratch: Path, names: list[str]) -> int:
     for name in names:
         for script in SCRIPTS:
             steps = MORE_STEPS.get(name, STEPS)
-            training = Training(cluster, scratch / f"{name}-{script}", steps, TIERS.get(name))
+            training = Training(cluster, scratch / f"{name}-{script}", steps, has_tier=name in WITH_TIER)
             try:
                 state = SCENES[name](training, script)
                 resumed, ours = training.judge(expected[steps]), training.lines_of_ours()

@@ -20,7 +20,8 @@ STEPS, MOST_EVENTS = 60, 5
 #: The numbers of nodes that a job may have.
 _NODES = (1, 2, 3, 4)
 
-_TIER = "/dev/shm/rankless-tier"
+#: How many trainings have a local tier.
+_SHARE_WITH_TIER = 0.5
 
 
 class History:
@@ -28,7 +29,7 @@ class History:
 
     def __init__(self, cluster: Cluster, folder: Path, draw: random.Random) -> None:
         self._cluster, self._draw = cluster, draw
-        self._training = Training(cluster, folder, STEPS, draw.choice([None, _TIER]))
+        self._training = Training(cluster, folder, STEPS, has_tier=draw.random() < _SHARE_WITH_TIER)
         self._down: list[str] = []
 
     def play(self, expected: str, counts: Counter[str]) -> list[int]:

@@ -37,12 +37,13 @@ class Note(NamedTuple):
 class Training:
     """A folder with a training and the guide's scripts, and the jobs that were submitted from there."""
 
-    def __init__(self, cluster: Cluster, folder: Path, steps: int, tier: str | None = None) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, steps: int, *, has_tier: bool = False) -> None:
         self.cluster, self.folder, self.steps = cluster, folder, steps
         self.jobs: list[str] = []
         self._waiting: dict[str, float] = {}
         write_files(folder)
         shutil.copy(training.__file__, folder / TRAINING)
+        tier = f"/dev/shm/{folder.name}" if has_tier else None  # of each node
         settings = json.dumps({"steps": steps, "tier": tier})
         (folder / training.SETTINGS).write_text(settings, encoding="utf-8")
 

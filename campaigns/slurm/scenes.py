@@ -134,7 +134,7 @@ def go_to_other_nodes(training: Training, script: str) -> str:
     return training.end()
 
 
-#: The scenes by name; those of the second table have a local tier.
+#: The scenes by name.
 SCENES: dict[str, Callable[[Training, str], str]] = {
     scene.__name__: scene
     for scene in (
@@ -153,7 +153,9 @@ SCENES: dict[str, Callable[[Training, str], str]] = {
     )
 }
 SCRIPTS = (TORCHRUN, SRUN)
-TIERS = {"go_to_other_nodes": "/dev/shm/rankless-tier"}
+
+#: The scenes whose training has a local tier.
+WITH_TIER = {"go_to_other_nodes"}
 
 
 def wait_for_idle_nodes(cluster: Cluster) -> None:
