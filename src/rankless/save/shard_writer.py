@@ -96,6 +96,21 @@ class ShardWriter:
         with P2PExchange(self._ranks.gloo_group(self._session.timeout), self._session) as p2p:
             return stage_tensors(self._plan, self._shard_of, arena, p2p, deferred)
 
+    def _look_again(self, folder: Path) -> None:
+        """Look once more for a directory that this host takes for missing, or raise: see :meth:`write`.
+
+        A client of a network file system that has looked for the run directory before rank 0 has made it remembers for
+        half a minute that it was missing. It asks the server again if the directory above is listed.
+        """
+        forget_missing(folder)
+        if is_directory(folder):
+            return
+        if self._session.rank == COORDINATOR_RANK:
+            raise StorageError(errno.ENOENT, f"{folder} was removed while this save wrote into it: save again")
+        raise RankMismatchError(
+            f"{folder}, which rank 0 created, does not exist on this rank: all ranks must save to a shared file system"
+        )
+
     def write(
         self, folder: Path, names: Sequence[str], staged: StagedTensors | None, on_moved: OnBytesMoved = ignore_progress
     ) -> Fragments:
@@ -108,13 +123,8 @@ class ShardWriter:
         returns.
         """
         files = [folder / name for name in names]
-        if not _sees(folder):
-            if self._session.rank == COORDINATOR_RANK:
-                raise StorageError(errno.ENOENT, f"{folder} was removed while this save wrote into it: save again")
-            raise RankMismatchError(
-                f"{folder}, which rank 0 created, does not exist on this rank: "
-                "all ranks must save to a shared file system"
-            )
+        if not is_directory(folder):
+            self._look_again(folder)
         if staged is None:
             begin_copies(self._tensors.values())
         if self._plan.needs_exchange:
@@ -166,14 +176,3 @@ class ShardWriter:
         cells.finish(files)
         hashed = ((tensor, fragment) for part in (striped, written) for tensor, row in part.items() for fragment in row)
         return merge_fragments([packed, hashed])
-
-
-def _sees(folder: Path) -> bool:
-    """Return whether this host sees a directory that rank 0 has made.
-
-    A client of a network file system that has looked for the run directory before remembers for half a minute that it
-    was missing. It asks the server again if the directory above is listed.
-    """
-    if not is_directory(folder):
-        forget_missing(folder)
-    return is_directory(folder)
