@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,11 +76,11 @@ class Training:
     def start_now(self) -> None:
         """Start jobs that wait two minutes after a requeue.
 
-        Not at once: a node refuses a job whose attempt before it has ended in the same second.
+        Not at once: a node refuses a job whose attempt before it has ended in the same second, or has processes there.
         """
         for job in self.jobs:
             described = self.cluster.describe(job)
-            if described["JobState"] != "PENDING" or described["Reason"] != "BeginTime":
+            if described["JobState"] != "PENDING" or described["Reason"] != "BeginTime" or self._has_processes():
                 self._waiting.pop(job, None)
             elif time.monotonic() - self._waiting.setdefault(job, time.monotonic()) > _SECONDS_BETWEEN:
                 ask("scontrol", "update", f"jobid={job}", "StartTime=now")
@@ -88,6 +89,14 @@ class Training:
         """Wait until an attempt that is running now has taken a step."""
         seen = len(self.notes())
         self.reach(lambda: any(n.kind == "step" and n.value >= step for n in self.notes()[seen:]), f"step {step}")
+
+    def _has_processes(self) -> bool:
+        """Return whether a process of an attempt is still there: their working directory is the folder."""
+        for process in Path("/proc").glob("[0-9]*/cwd"):
+            with suppress(OSError):
+                if process.readlink() == self.folder:
+                    return True
+        return False
 
     def end(self, seconds: float = 240) -> str:
         """Wait until the last job has ended. Return its state."""
