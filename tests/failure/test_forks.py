@@ -229,3 +229,21 @@ class TestLocalTier:
         run_in_fork(lambda: save_in_fork(directory, {"step_2": 2.0}))
         directory.finalize()
         assert latest(run) == ("step_2", 2.0)
+
+
+def test_a_follower_of_weights_does_not_follow_in_place_of_its_parent(tmp_path: Path) -> None:
+    """Both would write into one folder: the lock is the parent's."""
+    model, weights = {"w": torch.zeros(3)}, tmp_path / "weights"
+
+    def follow() -> str:
+        with pytest.raises(rankless.StateError) as caught:
+            follower.update()
+        return str(caught.value)
+
+    with rankless.WeightPublisher(weights, async_save=False) as publisher:
+        publisher.publish(model)
+        with rankless.WeightFollower(weights, tmp_path / "followed", process_group="self") as follower:
+            follower.update()
+            publisher.publish(model)
+            assert "of the parent process" in run_in_fork(follow)
+            assert follower.update() is not None

@@ -68,7 +68,7 @@ def follow(  # noqa: PLR0917 - options of the command
         while True:
             version = None
             try:
-                version = _go_to_newest(directory, followed, as_json=as_json)
+                version = go_to_newest(directory, followed, as_json=as_json)
                 wait = seconds
                 if followed.current is None and not has_said:
                     print_warning(f"there is no published version in {directory} yet: waiting for the first one")
@@ -85,7 +85,7 @@ def follow(  # noqa: PLR0917 - options of the command
 
 
 def _follow_once(directory: Path, followed: FollowedFolder, command: list[str] | None, *, as_json: bool) -> None:
-    version = _go_to_newest(directory, followed, as_json=as_json)
+    version = go_to_newest(directory, followed, as_json=as_json)
     if followed.current is None:
         raise NoCheckpointError(f"there is no published version in {directory}")
     if version is None and not as_json:
@@ -104,10 +104,10 @@ def _split(command: str) -> list[str]:
     return arguments
 
 
-def _go_to_newest(directory: Path, followed: FollowedFolder, *, as_json: bool) -> FollowedVersion | None:
+def go_to_newest(directory: Path, followed: FollowedFolder, *, as_json: bool) -> FollowedVersion | None:
     """Go to the newest version, and print it; ``None`` if the folder has it."""
     newest = choose_version(directory, followed.current)
-    if newest <= (0 if followed.current is None else followed.current.number):
+    if not followed.is_removed() and newest <= (0 if followed.current is None else followed.current.number):
         return None
     began = time.perf_counter()
     version = followed.update(directory, newest)

@@ -160,6 +160,7 @@ class RanklessWeightTransfer(WeightTransferEngine[WeightsInitInfo, WeightsUpdate
             self._prepared = self._open(folder)
             self.status = WorkerStatus(READY, self.status.version, manifest.number)
         except Exception as error:  # noqa: BLE001 - see the module
+            self._folders.doubt()
             self._fail(error)
 
     def _open(self, folder: Path) -> list[tuple[str, torch.Tensor]]:

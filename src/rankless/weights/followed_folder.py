@@ -120,6 +120,10 @@ class FollowedFolder(ClosingMixin):
         """Return the folder of a version."""
         return self.path / f"{key.number}-{key.id}"
 
+    def is_removed(self) -> bool:
+        """Return whether somebody else has removed the files of the current version."""
+        return self.current is not None and not posix.is_directory(self.folder_of(self.current))
+
     def update(self, directory: Path, number: int) -> FollowedVersion:
         """Put a version into the folder, and make it the current one. If it is that already, all of it is proven.
 
@@ -180,10 +184,15 @@ class FollowedFolder(ClosingMixin):
         is_own = not route.anchor
         base = self.folder_of(route.start) if is_own else directory / route.anchor
         reader = WeightsReader(directory, manifest, base, route)
+        verified_bytes = sum(file.size for file in manifest.files)
+        if is_own and not route.steps and self._has_whole(directory, reader):
+            return FollowedVersion(manifest, base, route, verified_bytes)
         pending = self.path / f".pending-{secrets.token_hex(8)}"
         posix.make_directory(pending)
         try:
-            self._write_small_files(directory, manifest, pending)
+            for name, data in _read_small_files(directory, manifest):
+                posix.make_parents(pending, name)
+                posix.write_small(pending / name, data)
             for file in manifest.files:
                 self._write_model_file(reader, file, base if is_own else None, pending)
             posix.sync_tree(pending)
@@ -192,17 +201,23 @@ class FollowedFolder(ClosingMixin):
             with suppress(StorageError):
                 remove_tree(pending)
             raise
-        return FollowedVersion(manifest, folder, route, sum(file.size for file in manifest.files))
+        return FollowedVersion(manifest, folder, route, verified_bytes)
 
-    @staticmethod
-    def _write_small_files(directory: Path, manifest: VersionManifest, pending: Path) -> None:
-        anchor = directory / manifest.anchor.folder
-        for small in manifest.small_files:
-            data = store_of(anchor).read_small(anchor / small.name, small.size + 1)
-            if (len(data), f"{crc64(data):016x}") != (small.size, small.crc64nvme):
-                raise CorruptCheckpointError(f"{anchor / small.name} is not the file that its manifest names")
-            posix.make_parents(pending, small.name)
-            posix.write_small(pending / small.name, data)
+    def _has_whole(self, directory: Path, reader: WeightsReader) -> bool:
+        """Prove the version that the folder has, and return whether it stays. Files that somebody has added stay, too.
+
+        Raises ``CorruptCheckpointError`` or ``StorageError`` if its bytes are others.
+        """
+        manifest, folder = reader.manifest, self.folder_of(reader.manifest.key)
+        store = store_of(folder)
+        for name, data in _read_small_files(directory, manifest):
+            if store.read_small(folder / name, len(data) + 1) != data:
+                return False
+        if not all(_has_header(folder / file.name, file) for file in manifest.files):
+            return False
+        for file in manifest.files:
+            _write_blocks(reader, file, None)
+        return True
 
     def _write_model_file(self, reader: WeightsReader, file: VersionFile, base: Path | None, pending: Path) -> None:
         """Write a model file and prove each block, or link the file of the base if its bytes are the same."""
@@ -259,15 +274,31 @@ def remove_if_abandoned(path: Path) -> None:
         lock.close()
 
 
+def _read_small_files(directory: Path, manifest: VersionManifest) -> Iterator[tuple[str, bytes]]:
+    """Yield the names and bytes of the small files of a version. Raises ``CorruptCheckpointError``."""
+    anchor = directory / manifest.anchor.folder
+    for small in manifest.small_files:
+        data = store_of(anchor).read_small(anchor / small.name, small.size + 1)
+        if (len(data), f"{crc64(data):016x}") != (small.size, small.crc64nvme):
+            raise CorruptCheckpointError(f"{anchor / small.name} is not the file that its manifest names")
+        yield small.name, data
+
+
 def _link(source: Path, target: Path, file: VersionFile) -> bool:
     """Link a model file that has the bytes of tensors and the header of a version. Return whether it is linked."""
     identity = identify_file(source)
+    return identity is not None and _has_header(source, file) and Sharing().link_file(source, target, identity)
+
+
+def _has_header(path: Path, file: VersionFile) -> bool:
+    """Return whether a model file has the size and the header of a version."""
+    identity = identify_file(path)
     if identity is None or identity.size != file.size:
         return False
-    with store_of(source).open_reader(source) as opened:
+    with store_of(path).open_reader(path) as opened:
         header = bytearray(file.data_start)
         opened.read(0, memoryview(header))
-    return bytes(header) == file.header_bytes and Sharing().link_file(source, target, identity)
+    return bytes(header) == file.header_bytes
 
 
 class _Block(NamedTuple):

@@ -111,7 +111,8 @@ class WeightFollower(ClosingMixin):
             NoCheckpointError: Versions that the newest one is based on were removed. The same holds.
             StorageError: The directory or the folder cannot be read or written. The same holds.
             MismatchError: The model has other tensors than the version. Nothing was changed.
-            StateError: The follower is closed, another one has the folder, or the weights directory was made anew.
+            StateError: The follower is closed or of the parent process, another one has the folder, or the weights
+                directory was made anew.
             InvalidArgumentError: The folder has something at ``current`` that no follower has made, or has published
                 weights; the path is a file, or has checkpoints and no versions.
 
@@ -130,13 +131,19 @@ class WeightFollower(ClosingMixin):
             return version
 
     def _load(self, folder: Path, version: WeightVersion) -> None:
-        """Load a version into the model. If its tensors do not fit, nothing has changed."""
+        """Load a version into the model. If its tensors do not fit, nothing has changed.
+
+        After another error the next update proves the folder again: it may be the reason.
+        """
         before, self._version = self._version, None
         try:
             load_model(self._model, folder, strict=self._strict, process_group=self._group, timeout=self._timeout)
         except MismatchError as error:
             self._version = before
             raise MismatchError(f"version {version.number} of {self._path} does not fit the model: {error}") from error
+        except BaseException:
+            self._folders.doubt()
+            raise
 
     def close(self) -> None:
         """Release the folder: another follower may have it. A folder in memory that this has made is removed."""

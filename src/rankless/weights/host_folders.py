@@ -13,7 +13,7 @@ import re
 import secrets
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -46,22 +46,28 @@ _ATTEMPTS = 5
 
 @prepared
 class _Goal(msgspec.Struct, frozen=True, array_like=True):
-    """The decision of rank 0: the version to follow, 0 for none, the folder of each host, and who follows into it."""
+    """The decision of rank 0: the version to follow, 0 for none, the folder of each host, and who follows into it.
+
+    If ``is_doubted``, the folders may have it already, and are proven again.
+    """
 
     number: int
     folder: str
     leaders: list[int]
+    is_doubted: bool
 
 
 @prepared
 class _Here(msgspec.Struct, frozen=True, array_like=True):
     """The report of a rank before rank 0 decides: its host, and the number of the version that it has loaded.
 
-    Ranks of one ``host`` see one folder: those of two containers with an ``/dev/shm`` of their own do not.
+    Ranks of one ``host`` see one folder: those of two containers with an ``/dev/shm`` of their own do not. A rank
+    doubts a folder that it could not load from, or that is no longer there.
     """
 
     host: str
     loaded: int
+    has_doubt: bool
 
 
 class HostFolders:
@@ -78,8 +84,9 @@ class HostFolders:
         self._is_temporary, self.place = place is None, place
         self._group, self._timeout, self._ranks = group, timeout, RankGroup(group)
         self._folder: FollowedFolder | None = None
-        self._remove: Callable[[], object] | None = None
-        self._is_closed, self._has_warned = False, False
+        self._remove: weakref.finalize[[FollowedFolder, int], HostFolders] | None = None
+        self._is_closed, self._has_warned, self._has_doubt = False, False, False
+        self._process = os.getpid()
         #: The version that all hosts have, without the headers of its files.
         self.manifest: VersionManifest | None = None
         #: What this rank has put into the folder of its host.
@@ -92,16 +99,22 @@ class HostFolders:
             return None
         return self.place / f"{self.manifest.number}-{self.manifest.id}"
 
+    def doubt(self) -> None:
+        """Let the next :meth:`go_to_newest` prove the folders again, on all ranks: this one could not load from one."""
+        self._has_doubt = True
+
     def go_to_newest(self, loaded: int) -> Path | None:
         """Put the newest version into the folders of all hosts.
 
-        Return where it is; ``None`` if all ranks have ``loaded`` it already, by its number.
+        Return where it is; ``None`` if all ranks have ``loaded`` it already, by its number, and their folder is there.
 
         All ranks call it. They all raise the same error: ``CorruptCheckpointError``, ``NoCheckpointError``,
         ``StorageError`` or ``StateError``. What was there before stays then.
         """
         if self._is_closed:
             raise StateError(f"the follower of {self._directory} is closed: make a new one")
+        if os.getpid() != self._process:
+            raise StateError(f"the follower of {self._directory} is of the parent process: make a new one in this one")
         if self._ranks.process_group is not current_process_group(self._group):
             self._ranks = RankGroup(self._group)
         for attempt in range(_ATTEMPTS):
@@ -116,13 +129,15 @@ class HostFolders:
         session = self._ranks.open_session(self._timeout)
 
         def describe() -> _Here:
-            return _Here(f"{host_id()} {_identify_nearest(self.place or _memory())}", loaded)
+            has_doubt = self._has_doubt or (self._folder is not None and self._folder.is_removed())
+            return _Here(f"{host_id()} {_identify_nearest(self.place or _memory())}", loaded, has_doubt)
 
         _, raw = session.vote("looking for new weights", describe, msgspec.msgpack.encode, self._choose)
         goal = msgspec.msgpack.decode(raw, type=_Goal)
         if goal.number:
             self.place = Path(goal.folder)
             self.manifest = self._follow_together(session, goal)
+            self._has_doubt = False
         session.leave()
         return self.version_folder if goal.number else None
 
@@ -137,10 +152,12 @@ class HostFolders:
             self._has_warned = True
             warn_caller(f"there is no published version in {self._directory} yet")
         leaders = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
+        is_doubted = any(rank.has_doubt for rank in ranks)
         goal = _Goal(
-            newest if newest > min(rank.loaded for rank in ranks) else 0,
+            newest if is_doubted or newest > min(rank.loaded for rank in ranks) else 0,
             str(self.place or _choose_folder()),
             leaders[:1] if self._is_single else leaders,
+            is_doubted,
         )
         return msgspec.msgpack.encode(goal)
 
@@ -168,7 +185,14 @@ class HostFolders:
         return msgspec.msgpack.decode(raw, type=VersionManifest)
 
     def _follow(self, goal: _Goal) -> None:
-        """Put a version into the folder of this host. One that an earlier process has put there is proven once."""
+        """Put a version into the folder of this host.
+
+        One that an earlier process has put there is proven once, and again after each doubt.
+        """
+        if goal.is_doubted:
+            self.followed = None
+            if self._folder is not None and not is_directory(self._folder.path):
+                self._let_go()  # it is made anew
         if self._folder is None:
             self._open_folder(Path(goal.folder))
         folder = self._folder
@@ -199,15 +223,22 @@ class HostFolders:
             _remove_of_dead_processes(place.parent)
         self._folder = folder = FollowedFolder(place)
         if self._is_temporary:
+            if self._remove is not None:
+                self._remove.detach()
             self._remove = weakref.finalize(self, _remove_temporary, folder, os.getpid())
 
     def close(self) -> None:
         """Let another follower have the folder. One in memory that this has made is removed. May be called again."""
-        folder, self._folder, self._is_closed = self._folder, None, True
+        self._is_closed = True
         if self._remove is not None:
             self._remove()
-        elif folder is not None:
-            folder.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Unlock the folder, and forget what it has. It may be opened again."""
+        if self._folder is not None:
+            self._folder.close()
+        self._folder, self.followed = None, None
 
 
 def _remove_temporary(folder: FollowedFolder, process: int) -> None:

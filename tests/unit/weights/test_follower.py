@@ -14,8 +14,11 @@ import pytest
 import torch
 
 import rankless
+from rankless.cli.follow import go_to_newest
+from rankless.components.component_calls import load_model
 from rankless.errors import InvalidArgumentError, WeightsConflictError
 from rankless.formats.weights import version_reader
+from rankless.weights.followed_folder import FollowedFolder
 from tests.helpers.corruption import flip_tensor_bit
 from tests.helpers.published_training import Net, Training, files_of
 
@@ -146,6 +149,20 @@ class TestFoldersOfAnEarlierProcess:
                 follower.update()
             before = files_of(current), current.readlink()
         assert (files_of(current), current.readlink()) == before
+
+    def test_a_whole_one_is_left_alone(self, tmp_path: Path, training: Training) -> None:
+        """A reader may open its files by name at any time, and somebody may have put a tokenizer there."""
+        weights, current = tmp_path / "weights", tmp_path / "followed/current"
+        with rankless.WeightPublisher(weights, async_save=False) as publisher:
+            publisher.publish(training.model)
+        with rankless.WeightFollower(weights, tmp_path / "followed") as follower:
+            follower.update()
+        (current / "tokenizer.json").write_text("{}")
+        before = {path.name: path.stat().st_ino for path in current.iterdir()}
+        with rankless.WeightFollower(weights, tmp_path / "followed") as again:
+            again.update()
+            assert again.verified_bytes > 0
+        assert {path.name: path.stat().st_ino for path in current.iterdir()} == before
         assert [path.name for path in current.parent.iterdir() if path.name.startswith(".pending")] == []
 
 
@@ -199,6 +216,74 @@ def test_a_load_that_has_failed_is_tried_again(training: Training, tmp_path: Pat
         assert follower.version is None
         assert follower.update() is not None
     assert torch.equal(model.up.weight, training.model.up.weight)
+
+
+class TestFoldersOfOthers:
+    """Somebody else changes or removes what a follower has put together, while it lives."""
+
+    @pytest.fixture
+    def weights(self, tmp_path: Path, training: Training) -> Path:
+        training.dtype = None
+        with rankless.WeightPublisher(tmp_path / "weights", async_save=False) as publisher:
+            publisher.publish(training.model, step=0)
+        return tmp_path / "weights"
+
+    @pytest.mark.parametrize("harm", ["flip", "remove file", "remove version", "remove folder"])
+    @pytest.mark.parametrize("place", ["memory", "disk"])
+    def test_a_model_is_loaded_from_a_mended_folder(
+        self, tmp_path: Path, training: Training, weights: Path, place: str, harm: str
+    ) -> None:
+        model, folder = Net(), None if place == "memory" else tmp_path / "host"
+        real, is_first = load_model, [True]
+
+        def load_harmed(target: Any, path: Path, **options: Any) -> object:
+            if is_first.pop() if is_first else False:
+                _harm(path, harm)
+            return real(target, path, **options)
+
+        with (
+            mock.patch("rankless.weights.follower.load_model", load_harmed),
+            rankless.WeightFollower(weights, model, folder=folder) as follower,
+        ):
+            with pytest.raises(rankless.RanklessError):
+                follower.update()
+            assert follower.version is None
+            assert follower.update() is not None
+        assert torch.equal(model.up.weight, training.model.up.weight)
+
+    @pytest.mark.parametrize("harm", ["remove version", "remove folder"])
+    def test_a_removed_folder_is_put_together_again(
+        self, tmp_path: Path, training: Training, weights: Path, harm: str
+    ) -> None:
+        current = tmp_path / "followed/current"
+        with rankless.WeightFollower(weights, tmp_path / "followed") as follower:
+            follower.update()
+            assert follower.update() is None
+            _harm(current.resolve(), harm)
+            assert follower.update() is not None
+            assert files_of(current) == training.expected()
+            assert follower.update() is None
+
+    def test_the_command_puts_a_removed_version_together_again(
+        self, tmp_path: Path, training: Training, weights: Path
+    ) -> None:
+        current = tmp_path / "followed/current"
+        with FollowedFolder(tmp_path / "followed") as followed:
+            assert go_to_newest(weights, followed, as_json=True) is not None
+            shutil.rmtree(current.resolve())
+            assert go_to_newest(weights, followed, as_json=True) is not None
+            assert go_to_newest(weights, followed, as_json=True) is None
+        assert files_of(current) == training.expected()
+
+
+def _harm(version: Path, harm: str) -> None:
+    """Change or remove the folder of a version, or all that the follower has."""
+    if harm == "flip":
+        flip_tensor_bit(version / "model.safetensors", "up.weight")
+    elif harm == "remove file":
+        (version / "model.safetensors").unlink()
+    else:
+        shutil.rmtree(version if harm == "remove version" else version.parent)
 
 
 def test_versions_are_removed_while_they_are_followed(training: Training, tmp_path: Path) -> None:
