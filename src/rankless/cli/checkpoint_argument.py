@@ -15,7 +15,6 @@ from rankless.errors import (
     NoCheckpointError,
 )
 from rankless.formats.detect import is_checkpoint
-from rankless.formats.weights.version_files import list_numbers, manifest_path
 from rankless.run.aliases import list_aliases
 from rankless.run.catalog import list_checkpoints
 from rankless.run.lookup import checkpoint_path
@@ -45,13 +44,9 @@ def check_run(path: Path) -> None:
 def resolve_path(path: str, tag: str | None) -> Path:
     """Return the path of an argument, or of the checkpoint that a tag, or an alias after the run's path, names.
 
-    Of published weights, a tag is the number of a version.
-
     Raises ``NoCheckpointError`` or ``InvalidArgumentError``.
     """
     resolved = parse_location(path)
-    if tag is not None and tag.isdecimal() and int(tag) in list_numbers(resolved):
-        return manifest_path(resolved, int(tag))
     if tag is not None:
         return checkpoint_path(resolved, tag)
     is_alias = not store_of(resolved).path_exists(resolved) and resolved.name in list_aliases(resolved.parent)

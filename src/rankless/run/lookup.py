@@ -146,8 +146,8 @@ def resolve_checkpoint_path(path: Path) -> Path:
 def checkpoint_path(path: Path, tag: str | Best) -> Path:
     """Return the path of the checkpoint ``tag`` in a run directory. It may be in any format.
 
-    ``tag`` may be an alias. Raises ``NoCheckpointError``, which names the existing tags, or ``InvalidArgumentError`` if
-    the tag is invalid or ``path`` is a checkpoint itself.
+    ``tag`` may be an alias, and of published weights the number of a version. Raises ``NoCheckpointError``, which names
+    the existing tags, or ``InvalidArgumentError`` if the tag is invalid or ``path`` is a checkpoint itself.
     """
     run = run_store_of(path)
     if isinstance(tag, str) and (folder := run.find_named(tag)) is not None:
@@ -159,8 +159,17 @@ def checkpoint_path(path: Path, tag: str | Best) -> Path:
     if is_native(tagged) or (not is_native(path) and is_checkpoint(tagged)):
         return tagged
     if not list_checkpoints(path) and is_checkpoint(path):
-        raise InvalidArgumentError(f"{path} is a checkpoint itself, not a run directory: leave out the tag {tag!r}")
+        return _version_path(path, tag)
     return find_checkpoint(path, tag)
+
+
+def _version_path(path: Path, tag: str) -> Path:
+    """Return the path of a version of published weights. Raises ``InvalidArgumentError`` for another checkpoint."""
+    from rankless.formats.weights.version_files import find_newest, version_path  # noqa: PLC0415 - rarely needed
+
+    if find_newest(path) is None:
+        raise InvalidArgumentError(f"{path} is a checkpoint itself, not a run directory: leave out the tag {tag!r}")
+    return version_path(path, tag)
 
 
 def has_lost_manifest(folder: Path) -> bool:

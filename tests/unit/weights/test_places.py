@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import rankless
+from rankless.cli.checkpoint_argument import resolve_path
 from rankless.errors import InvalidArgumentError, MismatchError, StateError
 from tests.helpers.commands import invoke_json
 from tests.helpers.fake_http import BUCKET
@@ -141,6 +142,24 @@ def test_commands_take_the_number_of_a_version_as_tag(tmp_path: Path) -> None:
     publish(tmp_path / "weights", times=3)
     shown = invoke_json("show", tmp_path / "weights", "--tag", "2")
     assert shown["path"].endswith("/00000000000000000002.json")
+
+
+@pytest.mark.parametrize("tag", ["7", "x", "9" * 5000, "\N{ARABIC-INDIC DIGIT TWO}"])
+def test_a_version_that_is_not_there_is_named(tmp_path: Path, tag: str) -> None:
+    publish(tmp_path / "weights", times=3)
+    with pytest.raises(rankless.RanklessError, match=r"there is no version '.+: it has 1, 2, 3|more than 200 bytes"):
+        resolve_path(str(tmp_path / "weights"), tag)
+
+
+def test_weights_are_opened_by_the_number_of_a_version(tmp_path: Path) -> None:
+    publish(tmp_path / "weights", times=3)
+    with rankless.open_weights(tmp_path / "weights", tag="2") as weights:
+        assert weights.names == {"weight", "bias"}
+    with (
+        pytest.raises(rankless.NoCheckpointError, match="it has 1, 2, 3"),
+        rankless.open_weights(tmp_path / "weights", tag="4"),
+    ):
+        pass
 
 
 def test_a_weights_directory_is_no_folder_to_follow_into(tmp_path: Path) -> None:

@@ -31,6 +31,17 @@ def list_numbers(directory: Path) -> list[int]:
     return sorted(number for number in numbers if number is not None)
 
 
+def version_path(directory: Path, name: str) -> Path:
+    """Return the path of the manifest of the version that a user names by its number.
+
+    Raises ``NoCheckpointError``, which names the versions that are there.
+    """
+    numbers = {str(number): number for number in list_numbers(directory)}
+    if name in numbers:
+        return manifest_path(directory, numbers[name])
+    raise NoCheckpointError(f"there is no version {name!r} in {directory}: it has {', '.join(numbers) or 'none'}")
+
+
 def check_no_versions(path: Path) -> None:
     """Raise ``InvalidArgumentError`` if a directory has published weights: nothing else must be saved into it.
 
