@@ -20,6 +20,7 @@ from rankless.components.component_calls import save_model as save_model
 from rankless.components.component_calls import save_optimizer as save_optimizer
 from rankless.components.merged_export import merge_adapters as merge_adapters
 from rankless.conversion.convert import convert as convert
+from rankless.conversion.edit import edit as edit
 from rankless.conversion.hub_export import export_model as export_model
 from rankless.data.resumable_loader import ResumableLoader as ResumableLoader
 from rankless.data.stream_loader import StreamLoader as StreamLoader

@@ -10,9 +10,10 @@ on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
+from os import PathLike
 from typing import Any, TypedDict, TypeVar
 
 from rankless.errors import InvalidArgumentError
@@ -156,6 +157,10 @@ class LoadOptions:
             ``MismatchError``. No other dtypes are cast, for example complex to real or floating point to integer.
         keys: The keys at which a checkpoint of another system has its components, if rankless does not find them by
             their names: ``{"model": "app.net", "optimizer": "app.opt"}``. None by default.
+        edit: How the checkpoint is changed while it is loaded, with its optimizer states: verbs such as
+            ``["resize-vocab 50304"]``, or the path of a recipe, as :func:`rankless.edit` takes them. Checkpoints that
+            are saved afterwards name the edit, and a load with the same edit does not change them again. None by
+            default.
         on_event: A function that is called with each event: :class:`rankless.Progress` and :class:`rankless.Loaded`.
             Each rank may pass another one.
     """
@@ -170,6 +175,7 @@ class LoadOptions:
     again: bool | None = None
     cast_dtype: bool = False
     keys: Mapping[str, str] | None = None
+    edit: str | PathLike[str] | Sequence[str | Mapping[str, Any]] | None = None
     on_event: OnEvent | None = None
 
     def check(self) -> None:
@@ -209,6 +215,7 @@ class LoadKeywords(TypedDict, total=False):
     again: bool | None
     cast_dtype: bool
     keys: Mapping[str, str] | None
+    edit: str | PathLike[str] | Sequence[str | Mapping[str, Any]] | None
     on_event: OnEvent | None
 
 

@@ -61,6 +61,7 @@ _STAGING_MARGIN = 8 * 2**20
 _log = logging.getLogger("rankless")
 
 if TYPE_CHECKING:
+    from rankless.formats.reader import Reader
     from rankless.load.load_request import LoadRequest
     from rankless.load.tier_load import TierLoad
     from rankless.tier.job import TierJob
@@ -410,6 +411,7 @@ class RunDirectory:
                 local="none" if self._tier is None or self._local is None else self._local.describe(),
                 resume=chosen.resume,
                 goes_back_once=chosen.again is False,
+                edit=None if chosen.edit is None else _reader_edit(chosen.edit),
                 on_event=chosen.on_event or self._on_event,
             )
             resumes = _is_resume_call(optimizer, dataloader) if chosen.resume is None else chosen.resume
@@ -613,6 +615,14 @@ def _lenient_components(strict: object) -> frozenset[str]:
     if not isinstance(strict, Mapping) or not all(isinstance(value, bool) for value in strict.values()):
         raise InvalidArgumentError(f"strict must be a bool, or a dict such as {{'model': False}}; got {strict!r}")
     return frozenset(name for name, value in strict.items() if not value)
+
+
+def _reader_edit(edit: Any) -> Callable[[Reader], Reader]:
+    """Return how a load changes what it reads. Raises ``InvalidArgumentError`` if the recipe is invalid."""
+    from rankless.edits.apply_edits import ReaderEdit  # noqa: PLC0415 - few loads need its modules
+    from rankless.edits.recipe import parse_recipe  # noqa: PLC0415 - as above
+
+    return ReaderEdit(parse_recipe(edit))
 
 
 def _is_resume_call(optimizer: Any, dataloader: Any) -> bool:

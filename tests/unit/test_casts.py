@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rankless.conversion.cast_elements import cast_elements
+from rankless.edits.cast_elements import cast_elements
 from rankless.ondisk.dtypes import FLOATING, TORCH_NAMES
 
 #: More than are cast at a time, and no multiple of it.

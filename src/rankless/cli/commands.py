@@ -52,6 +52,11 @@ COMMANDS: Mapping[str, CommandSpec] = {
         "Write a checkpoint in another format.",
         "rankless convert runs/a out --to hf --dtype bfloat16",
     ),
+    "edit": CommandSpec(
+        "rankless.cli.edit",
+        "Write a changed copy of a checkpoint, with its optimizer states.",
+        "rankless edit runs/a -o grown/step_1000 'resize-vocab 50304'",
+    ),
     "consolidate": CommandSpec(
         "rankless.cli.convert",
         "Merge a sharded checkpoint into one file.",

@@ -118,7 +118,7 @@ def convert(  # noqa: PLR0917 - the options of a command
         _merge_adapters(resolve_path(checkpoint, tag), parse_location(output), max_shard_size, as_json=as_json)
         return
     options: dict[str, Any] = {"include": include, "exclude": exclude, "dtype": dtype, "model_only": model_only}
-    options |= {"rename": _parse_pairs(rename, "--rename"), "keys": _parse_keys(key), "verify": verify}
+    options |= {"rename": _parse_pairs(rename, "--rename"), "keys": parse_keys(key), "verify": verify}
     format_options = {
         "tp_size": tp_size,
         "pp_size": pp_size,
@@ -207,7 +207,8 @@ def print_result(dst: Path, to: str, *, as_json: bool) -> None:
         terminal_console().print(f"{escape_control_characters(str(dst))}  {to}, {format_size(size)}")
 
 
-def _parse_keys(given: list[str] | None) -> dict[str, str]:
+def parse_keys(given: list[str] | None) -> dict[str, str]:
+    """Return the paths of components in another system's checkpoint, given the options ``--key``."""
     keys = _parse_pairs(given, "--key")
     if not all(part and path for part, path in keys.items()):
         raise InvalidArgumentError("--key takes PART=PATH, such as model=app.net; neither may be empty")

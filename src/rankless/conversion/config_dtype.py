@@ -9,13 +9,11 @@ save of a model with ``dtype=``, and of published weights. Only entries that nam
 from __future__ import annotations
 
 import json
-from typing import Any
 
-#: The names under which it has the dtype of the weights, now and before transformers 5.
-_DTYPE_KEYS = ("dtype", "torch_dtype")
+from rankless.edits.config_dtypes import replace_dtypes
 
-#: How deep configurations of parts are nested at most, and the size of a file up to which it is indented, in bytes.
-_MAX_DEPTH, _MAX_INDENTED = 8, 64 * 2**10
+#: The size of a file up to which it is indented, in bytes.
+_MAX_INDENTED = 64 * 2**10
 
 
 def set_config_dtype(config: bytes, dtype: str) -> bytes:
@@ -25,16 +23,8 @@ def set_config_dtype(config: bytes, dtype: str) -> bytes:
     parts of the model (``text_config``) name one, too. Bytes that are not JSON are returned as they are.
     """
     try:
-        content = _replace_dtypes(json.loads(config), dtype, _MAX_DEPTH)
+        content = replace_dtypes(json.loads(config), dtype)
         indent = 2 if len(config) <= _MAX_INDENTED else None  # indented lists inside of lists take very much space
         return json.dumps(content, indent=indent, sort_keys=True).encode() + b"\n"
     except (ValueError, RecursionError):
         return config
-
-
-def _replace_dtypes(content: Any, dtype: str, depth: int) -> Any:
-    if not isinstance(content, dict) or not depth:
-        return content
-    replaced = {key: dtype for key in _DTYPE_KEYS if isinstance(content.get(key), str)}
-    parts = {key for key in content if key.endswith("_config") and key != "quantization_config"}
-    return content | replaced | {key: _replace_dtypes(content[key], dtype, depth - 1) for key in parts}

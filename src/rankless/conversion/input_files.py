@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rankless.conversion.cast_elements import cast_elements
 from rankless.conversion.target import ConversionSource
 from rankless.conversion.tensor_filter import Key
+from rankless.edits.cast_elements import cast_elements
 from rankless.engine.io.requests import ProviderOf
 from rankless.engine.io.source_reader import SourceReader
 from rankless.engine.io.streamed_tensor import ReadFragments, StreamedTensor

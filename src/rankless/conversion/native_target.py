@@ -22,6 +22,7 @@ from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import InvalidArgumentError
 from rankless.formats.adapter_configs import read_adapter_configs
 from rankless.formats.contained_paths import check_contained
+from rankless.formats.edited_reader import EditedReader, edits_of, native_reader, original_reader
 from rankless.formats.hub_layout_file import layout_file
 from rankless.formats.huggingface import SINGLE, HuggingFaceReader
 from rankless.formats.native import RANKS, STATE, NativeReader
@@ -78,7 +79,7 @@ class NativeTarget:
     def write_metadata(self, fragments: Fragments) -> None:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         carried, is_plain_model = self._source.carried, not has_adapters(_model_names(self._source))
-        companions = self._adapt_dtype(companion_files(underlying_reader(self._source.reader)))
+        companions = self._adapt_dtype(companion_files(self._source.reader))
         small = {
             STATE: build_state_file(carried.shared, {}),
             RANKS: build_ranks_file([values.to_json(rank_values) for rank_values in carried.ranks], carried.shared),
@@ -100,7 +101,7 @@ class NativeTarget:
     def adapter_files(self) -> dict[str, bytes]:
         """Return the small files of the adapters that are converted, by their paths in a checkpoint."""
         selects_adapters = any(map(is_adapter_group, self._source.selected.group_names()))
-        return read_adapter_configs(self._source.reader) if selects_adapters else {}
+        return read_adapter_configs(original_reader(self._source.reader)) if selects_adapters else {}
 
     def _hub_layout(self) -> dict[str, bytes]:
         """Return the layout for the Hub, by its path in the checkpoint, if all tensors that it names are unchanged."""
@@ -117,7 +118,9 @@ class NativeTarget:
 
     def _build_manifest(self, files: dict[str, FileRecord]) -> Manifest:
         reader, identity = self._source.reader, independent_identity(self._final.parent)
-        source_manifest = reader.manifest if isinstance(reader, NativeReader) else None
+        native = native_reader(reader)
+        source_manifest = None if native is None else native.manifest
+        identity = structs.replace(identity, edits=edits_of(reader))
         label = CheckpointLabel(
             tag=self._final.name,
             identity=identity,
@@ -146,7 +149,7 @@ class HuggingFaceTarget(NativeTarget):
 
     def _find_stem(self, source: ConversionSource) -> str:
         """Return the stem of the files that the library of the configuration opens."""
-        companions = dict(companion_files(underlying_reader(source.reader)))
+        companions = dict(companion_files(source.reader))
         return find_stems(source.small_files.get(CONFIG, companions.get(CONFIG, b"")))[0]
 
     def _check_names(self) -> None:
@@ -212,8 +215,14 @@ def _model_names(source: ConversionSource) -> list[str]:
 def companion_files(reader: Reader) -> Iterator[tuple[str, bytes]]:
     """Iterate over the companion files of the source: of transformers, rankless, or ColossalAI's scripts.
 
-    Targets and exports call it on each rank when they are made, and targets on rank 0 when they write.
+    Those of an edited checkpoint follow the edit. Targets and exports call it on each rank when they are made, and
+    targets on rank 0 when they write.
     """
+    reader = underlying_reader(reader)
+    if isinstance(reader, EditedReader):
+        for name, data in companion_files(reader.inner):
+            yield name, reader.content.change_config(data) if name == CONFIG else data
+        return
     if isinstance(reader, NativeReader):  # the manifest names all its files
         for prefix in ("", f"{reader.model_folder.relative_to(reader.path)}/"):
             for name in _COMPANIONS:

@@ -38,7 +38,8 @@ from rankless.engine.io.streamed_tensor import ReadFragments
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError
 from rankless.formats.detect import is_checkpoint
-from rankless.formats.reader import check_current, describe_doubts, detect_replacement
+from rankless.formats.edited_reader import verify_inputs
+from rankless.formats.reader import Reader, check_current, describe_doubts, detect_replacement
 from rankless.formats.registry import (
     DCP,
     DEEPSPEED_UNIVERSAL,
@@ -51,6 +52,7 @@ from rankless.formats.registry import (
     load_attribute,
     load_target,
 )
+from rankless.formats.remapped_reader import underlying_reader
 from rankless.observe.events import OnEvent, Progress, ProgressCounter
 from rankless.observe.reporter import notify_listener
 from rankless.observe.warning import warn_caller
@@ -132,6 +134,8 @@ class ConversionRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
     #: The training step of the output, if the user has passed one.
     step: int | None = None
+    #: The edit of the source, if it is one.
+    edit: Callable[[Reader], Reader] | None = None
 
     def check_arguments(self) -> None:
         """Raise ``InvalidArgumentError`` or ``TagExistsError`` if the request is not valid.
@@ -165,6 +169,8 @@ class ConversionRequest:
             raise CheckpointReplacedError(f"{reader.path} was replaced while it was being read; try again")
         for doubt in describe_doubts(reader):
             warn_caller(doubt)
+        if self.edit is not None:
+            reader = self.edit(reader)
         with detect_replacement(reader):
             reader.check_files()
             source = ConversionSource(
@@ -317,6 +323,7 @@ class _ConvertedTensors:
             }
             if any(source.reader.block_crcs(*key) is None for key in source.selected.sources.values()):
                 check_current(source.reader)
+            verify_inputs(underlying_reader(source.reader))
             crcs = RankCrcs(encode_fragments(self._checks.verify_local(read)), crcs_read.encode())
             return msgspec.msgpack.encode(crcs)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from rankless.conversion.tensor_filter import Key
 from rankless.engine.integrity.range_verification import find_corrupt_ranges
 from rankless.engine.integrity.read_crcs import CrcPiece
+from rankless.formats.edited_reader import EditedReader
 from rankless.formats.file_checksums import FileChecksums, find_file_checksums
 from rankless.formats.reader import Reader
 from rankless.formats.remapped_reader import find_mappings, underlying_reader
@@ -24,6 +25,11 @@ def find_source_checksums(reader: Reader, keys: Collection[Key]) -> list[RangeCh
 
     Raises ``CorruptCheckpointError`` if they cannot be read.
     """
+    if isinstance(reader, EditedReader):
+        inputs: dict[Reader, list[Key]] = {}
+        for stored, own_key in {pair for key in keys for pair in reader.input_keys(*key)}:
+            inputs.setdefault(stored, []).append(own_key)
+        return sorted(found for stored, own in inputs.items() for found in find_source_checksums(stored, own))
     joined = [key for key in keys if reader.block_crcs(*key) is None]
     blocks = list(_list_blocks(reader, joined))
     checksums = FileChecksums(sorted({*blocks}), []) if blocks else find_file_checksums(reader.files if joined else [])

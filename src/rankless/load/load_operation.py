@@ -35,10 +35,12 @@ from rankless.errors import (
     NoCheckpointError,
     RanklessError,
     RankMismatchError,
+    StateError,
     StorageError,
 )
 from rankless.formats.adapter_configs import read_adapter_configs
 from rankless.formats.detect import open_reader
+from rankless.formats.edited_reader import EditedReader, edits_of, native_reader, original_reader, verify_inputs
 from rankless.formats.find_training_step import find_step
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import (
@@ -61,7 +63,7 @@ from rankless.observe.events import Event
 from rankless.observe.reporter import EventReporter
 from rankless.observe.spans import span
 from rankless.observe.warning import warn_caller
-from rankless.ondisk.manifest import Manifest
+from rankless.ondisk.manifest import EditRecord, Manifest
 from rankless.process.prepared_types import prepared
 from rankless.run.claims import LoadedBase
 from rankless.run.journal import append_entry, describe_event
@@ -148,6 +150,8 @@ class LoadOperation:
         self._missing: list[str] = []
         self._differences: list[str] = []
         self._doubts: Sequence[str] = ()
+        #: The edits by which what is loaded came about.
+        self._edits: tuple[EditRecord, ...] = ()
 
     def run(self) -> RestoreResult:
         """Run all steps of the load, on all ranks.
@@ -164,7 +168,7 @@ class LoadOperation:
         if self._tier is not None:
             base = self._find_base() if folder.parent == self._request.path else None
             self._tier.finish(self._session, self._manifest, self.selected.generation, base)
-        result = self._build_result(targets, verified=verified)
+        result = self._build_result(reader, targets, verified=verified)
         self._reporter.report_unread(folder, [note[:3] for note in reader.unread if note.group == CONTENT])
         self._reporter.report_not_requested(folder, result.not_requested)
         self._reporter.report_loaded(folder, result.step, plan.nbytes, verified=verified)
@@ -235,7 +239,9 @@ class LoadOperation:
             targets.fill_inventory(rank)
             if rank == COORDINATOR_RANK:
                 with suppress(RanklessError):  # a corrupt configuration prevents a load only if all is verified
-                    self._differences = list(targets.explain_adapters(read_adapter_configs(underlying_reader(reader))))
+                    self._differences = list(
+                        targets.explain_adapters(read_adapter_configs(original_reader(underlying_reader(reader))))
+                    )
             return reader, targets
 
         def encode_contribution(matched: tuple[Reader, LoadTargets]) -> bytes:
@@ -338,10 +344,12 @@ class LoadOperation:
                 opened: Reader = self._tier.open_reader(folder, keys)
             else:
                 opened = NativeReader(folder, keys=keys) if self.selected.id else open_reader(folder, keys)
-            reader = self._request.reader_adapter(opened)
+            reader = self._request.reader_adapter(self._edit(opened))
             self._format = opened.format
             self._doubts = describe_doubts(opened) if self._session.rank == COORDINATOR_RANK else ()
-            self._manifest = reader.manifest if isinstance(reader, NativeReader) else None
+            native = native_reader(reader)
+            self._manifest = None if native is None else native.manifest
+            self._edits = edits_of(reader)
             return with_fused_experts(reader, self._request.training)
         except NoCheckpointError:
             if self._session.rank == COORDINATOR_RANK:
@@ -350,6 +358,16 @@ class LoadOperation:
                 f"{folder}, which rank 0 selected, does not exist on this rank: "
                 "all ranks must load from a shared file system"
             ) from None
+
+    def _edit(self, opened: Reader) -> Reader:
+        """Return the checkpoint after the edit that was asked for, unless it came about by that."""
+        edited = opened if self._request.edit is None else self._request.edit(opened)
+        if edited is not opened and self.selected.generation is not None:
+            raise StateError(
+                f"the newest checkpoint of {self._request.path} is in the local tier, and what is in there cannot be "
+                "edited: write it into the run directory first, with rankless tier drain"
+            )
+        return edited
 
     def _await_checkpoint(self, folder: Path) -> None:
         """Make this host see the checkpoint that rank 0 has selected, if that is on another host.
@@ -372,10 +390,10 @@ class LoadOperation:
 
     def _read_tensors(self, reader: Reader, targets: LoadTargets, plan: Reads) -> bool:
         """Fill the targets. Return whether every byte was verified."""
-        verifier = None
+        verifier, stored = None, underlying_reader(reader)
         if self._request.verify:
             reads_again = self._tier is None or self.selected.generation is None or self._tier.reads_again
-            verifier = ChecksumVerifier(underlying_reader(reader), list(plan.number), reads_again=reads_again)
+            verifier = ChecksumVerifier(stored, list(plan.number), reads_again=reads_again)
         on_moved = self._reporter.progress_counter("load", plan.nbytes).add
 
         def fill_targets() -> RankCrcs:
@@ -389,6 +407,8 @@ class LoadOperation:
                 if lacks_crcs:
                     check_current(reader)
                 partly_read = verifier.verify_local(fragments) if verifier else {}
+                if verifier:
+                    verify_inputs(stored)
             return RankCrcs(encode_fragments(partly_read), encode_read_crcs(crcs))
 
         def verify_crcs(posted: list[bytes]) -> bytes:
@@ -408,15 +428,22 @@ class LoadOperation:
             *other_args, message = error.args
             advice = _partly_filled_advice(self._request.training)
             raise type(error)(*other_args, f"{message}. {advice}") from error
-        return verifier is not None and verifier.has_all_crcs(plan.iter_stored(targets))
+        return verifier is not None and (
+            verifier.has_all_crcs(plan.iter_stored(targets))
+            or (isinstance(stored, EditedReader) and all(stored.has_crcs(*key) for key in plan.iter_stored(targets)))
+        )
 
     def _detect_replacement(self, reader: Reader) -> AbstractContextManager[None]:
         """Tell an error of a checkpoint of another system that was replaced. The selector does so for one of a run."""
         return nullcontext() if self.selected.id else detect_replacement(reader)
 
-    def _build_result(self, targets: LoadTargets, *, verified: bool) -> RestoreResult:
+    def _build_result(self, reader: Reader, targets: LoadTargets, *, verified: bool) -> RestoreResult:
         manifest = self._manifest
         exact, reconstructed = targets.classify_components()
+        if isinstance(edited := underlying_reader(reader), EditedReader):
+            groups = edited.find_edited_groups()
+            reconstructed = [*reconstructed, *(name for name in exact if name in groups), *edited.content.reconstructed]
+            exact = [name for name in exact if name not in groups]
         return RestoreResult(
             user_content=targets.user_content,
             per_rank_content=targets.per_rank_content,
@@ -444,7 +471,8 @@ class LoadOperation:
         manifest, selected = self._manifest, self.selected
         if manifest is None:
             return None
-        return LoadedBase.of(manifest, selected.tag, selected.newest, selected.token, selected.seen)
+        base = LoadedBase.of(manifest, selected.tag, selected.newest, selected.token, selected.seen)
+        return msgspec.structs.replace(base, edits=self._edits)
 
 
 def _partly_filled_advice(training: TrainingObjects) -> str:

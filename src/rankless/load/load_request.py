@@ -30,10 +30,11 @@ ON_CORRUPTION = ("fall_back", "raise")
 class LoadRequest(msgspec.Struct, frozen=True):
     """A request to load the checkpoint ``path/tag``, or without a tag the latest one, or ``path`` if that is one.
 
-    ``reader_adapter`` wraps the checkpoint's reader in another reader, which renames or joins its tensors;
-    ``reader_adapter_text`` describes the adapter. ``local``: the options of the local tier, as text. ``token``: that of
-    the job, which rank 0 passes on. ``resume``: as the caller passed it. ``goes_back_once``: if the run went back to
-    the checkpoint of the tag already, load the latest one.
+    ``edit`` changes what is loaded: it returns the reader of the checkpoint after an edit, or the reader as it is, if
+    the checkpoint came about by this edit. ``reader_adapter`` wraps the result in another reader, which renames or
+    joins its tensors; ``reader_adapter_text`` describes it. ``local``: the options of the local tier, as text.
+    ``token``: that of the job, which rank 0 passes on. ``resume``: as the caller passed it. ``goes_back_once``: if the
+    run went back to the checkpoint of the tag already, load the latest one.
     """
 
     path: Path
@@ -46,6 +47,7 @@ class LoadRequest(msgspec.Struct, frozen=True):
     keys: Mapping[str, str] = msgspec.field(default_factory=dict)
     reader_adapter: Callable[[Reader], Reader] = lambda reader: reader
     reader_adapter_text: str = "as it is"
+    edit: Callable[[Reader], Reader] | None = None
     local: str = "none"
     token: str = ""
     resume: bool | None = None
@@ -69,6 +71,7 @@ class LoadRequest(msgspec.Struct, frozen=True):
             "resume": f"{self.resume}, {'once' if self.goes_back_once else 'again'}",
             "the local tier": self.local,
             "the adapter of the checkpoint's reader": self.reader_adapter_text,
+            "edit": str(self.edit),
         }
         shared = {"the settings of the data loader": self.training.loader_settings()}
         return CallDescription("load", arguments, shared)

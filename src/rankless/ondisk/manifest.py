@@ -54,13 +54,21 @@ class Provenance(msgspec.Struct, frozen=True):
     world_size: Count = 0
 
 
+class EditRecord(msgspec.Struct, frozen=True):
+    """An edit by which a checkpoint came about: the ids of the checkpoints that were edited, and the recipe as JSON."""
+
+    parents: list[str]
+    recipe: str
+
+
 @prepared
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of ``manifest.json`` without its last line, which is the CRC of all bytes before it.
 
     ``sequence`` counts the saves into a run's directory. Together with ``time`` (seconds since 1970) and ``id`` it
     decides which checkpoint is the latest. ``run`` is a random id, chosen at the first save of a run. ``incarnation``
-    is the number of the job that saved it, among all jobs of the directory; 0 if that is unknown.
+    is the number of the job that saved it, among all jobs of the directory; 0 if that is unknown. ``edits`` are those
+    by which the training came about, oldest first; a training that was never edited has no such member.
     A metric that was not finite is ``None``. Readers ignore members that they do not know: a change that a reader
     must know about increments the version.
     """
@@ -77,6 +85,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float | None]
     provenance: Provenance
     files: dict[str, FileRecord]
+    edits: list[EditRecord] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def nbytes(self) -> int:

@@ -19,7 +19,7 @@ from rankless.errors import NoCheckpointError, RanklessError, StateError
 from rankless.formats.native import is_native
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.data_files import WEIGHT_VERSIONS
-from rankless.ondisk.manifest import LARGEST
+from rankless.ondisk.manifest import LARGEST, EditRecord
 from rankless.run.checkpoint_info import CheckpointInfo, RunScan, is_rankless_checkpoint
 from rankless.run.claims import JobHistory, check_not_superseded, claim, is_of_earlier_job, warn_of_lost_history
 from rankless.run.run_store import StaleDirectory, run_store_of
@@ -82,12 +82,16 @@ def find_checkpoint(path: Path, tag: str) -> Path:
 
 
 class CheckpointIdentity(msgspec.Struct, frozen=True):
-    """The identity of a checkpoint: its sequence number, the ids of its run and its own, and its incarnation."""
+    """The identity of a checkpoint: its sequence number, the ids of its run and its own, and its incarnation.
+
+    ``edits`` are those by which its training came about.
+    """
 
     sequence: int
     run: str
     id: str
     incarnation: int = 0
+    edits: tuple[EditRecord, ...] = ()
 
 
 def next_identity(path: Path, job: JobHistory, step: float | None) -> CheckpointIdentity:
@@ -115,7 +119,7 @@ def next_identity(path: Path, job: JobHistory, step: float | None) -> Checkpoint
     if job.groups and step is not None and math.isfinite(step) and claimed.run in history.runs:
         # Several groups may save at a time, and none sees what another one has begun: their steps order what they save.
         sequence = history.runs[claimed.run].sequence + max(0, int(step))
-    return CheckpointIdentity(min(sequence, LARGEST), claimed.run, secrets.token_hex(8), claimed.incarnation)
+    return CheckpointIdentity(min(sequence, LARGEST), claimed.run, secrets.token_hex(8), claimed.incarnation, job.edits)
 
 
 def _check_not_behind(path: Path, job: JobHistory, saved: Sequence[CheckpointInfo], step: float) -> None:

@@ -27,6 +27,7 @@ import msgspec
 
 from rankless.errors import StateError, StorageError, SupersededError
 from rankless.observe.warning import warn_caller
+from rankless.ondisk.manifest import EditRecord
 from rankless.process.prepared_types import prepared
 from rankless.run.history import Entry, FoundCheckpoint, Job, KnownCheckpoint, cut_line
 from rankless.storage import posix
@@ -78,7 +79,7 @@ class LoadedBase(msgspec.Struct, frozen=True, kw_only=True):
     ``newest`` is the highest sequence number of the current checkpoints of its run then, or ``None`` if the caller has
     named the checkpoint. ``seen`` is the newest incarnation of the run then. ``token`` is that of the job: rank 0's,
     which has selected the checkpoint. ``resumes``: the training goes on from it. Without an ``id`` the job begins the
-    run anew: all earlier checkpoints of the run are abandoned.
+    run anew: all earlier checkpoints of the run are abandoned. ``edits`` are those by which it came about.
     """
 
     id: str
@@ -90,6 +91,7 @@ class LoadedBase(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     seen: int = 0
     resumes: bool = False
+    edits: tuple[EditRecord, ...] = ()
 
     @classmethod
     def of(cls, saved: KnownCheckpoint, tag: str, newest: int | None, token: str, seen: int = 0) -> LoadedBase:
@@ -157,6 +159,7 @@ class JobHistory(msgspec.Struct):
         command: The command that claims without a job; else empty.
         tier: The folder of the local tier with which it claims; else empty.
         groups: The name of the job whose replica groups hold the same state, and any of which may save; else empty.
+        edits: The edits by which its state came about: its checkpoints name them.
         began: When this process began to look at the run directory, in seconds since 1970.
     """
 
@@ -171,6 +174,7 @@ class JobHistory(msgspec.Struct):
     command: str = ""
     tier: str = ""
     groups: str = ""
+    edits: tuple[EditRecord, ...] = ()
     began: float = msgspec.field(default_factory=time.time)
 
     def note_loaded(self, base: LoadedBase, *, resumes: bool) -> None:
@@ -184,6 +188,7 @@ class JobHistory(msgspec.Struct):
             known = self.base if self.base is not None and self._completes(base) else base
             self.base, self.claim, self.token = msgspec.structs.replace(known, resumes=resumes), None, base.token
             self.point, self.newest = (base.incarnation, base.sequence), (base.id, base.tag)
+            self.edits = base.edits
 
     def _completes(self, base: LoadedBase) -> bool:
         """Return whether a load by name completes an earlier one, which may have selected the latest checkpoint.

@@ -46,4 +46,5 @@ def build_manifest(label: CheckpointLabel, files: dict[str, FileRecord], torch_v
         metrics=dict(label.metrics),
         provenance=Provenance(__version__, torch_version, platform.python_version(), label.ranks),
         files=files,
+        edits=list(label.identity.edits) or msgspec.UNSET,
     )

@@ -240,7 +240,7 @@ class TierJob:
             self._admit(job)
         sequence = min(max(self._numbering.highest, job.sequence) + 1, LARGEST)
         self._numbering.note(sequence)
-        return CheckpointIdentity(sequence, self._run_id, secrets.token_hex(8), self._incarnation)
+        return CheckpointIdentity(sequence, self._run_id, secrets.token_hex(8), self._incarnation, job.edits)
 
     def _admit(self, job: JobHistory) -> None:
         """Let another object of this process save, on rank 0.

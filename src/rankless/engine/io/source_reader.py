@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from rankless.engine.io.tensor_sources import (
     ChunkedSource,
+    ComputedSource,
     InMemorySource,
     LayeredSource,
     Source,
@@ -54,7 +55,7 @@ class SourceReader(ClosingMixin):
             _read_chunked(source, offset, into, self._readers)
         elif isinstance(source, InMemorySource):
             into[:] = source.data[offset : offset + len(into)]
-        elif isinstance(source, LayeredSource):
+        elif isinstance(source, LayeredSource | ComputedSource):
             source.read(offset, into, self._readers)
         else:
             self._readers.read(source, offset, into)

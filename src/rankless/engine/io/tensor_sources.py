@@ -88,8 +88,26 @@ class LayeredSource(msgspec.Struct, frozen=True, eq=False):
             layer.apply(offset, into, readers)
 
 
+class ComputedSource(msgspec.Struct, frozen=True, eq=False):
+    """A tensor whose bytes are computed from those of others: ``compute(offset, into, readers)`` fills a buffer.
+
+    ``label`` names it in messages.
+    """
+
+    compute: Callable[[int, memoryview, ReaderPool], None]
+    label: str
+
+    def __repr__(self) -> str:
+        """Return the label."""
+        return self.label
+
+    def read(self, offset: int, into: memoryview, readers: ReaderPool) -> None:
+        """Fill ``into`` with the bytes from ``offset`` on. It reads with ``readers``."""
+        self.compute(offset, into, readers)
+
+
 #: Anything that byte ranges are read from.
-Source = Path | ChunkedSource | InMemorySource | LayeredSource
+Source = Path | ChunkedSource | InMemorySource | LayeredSource | ComputedSource
 
 
 def paths_of(sources: Iterable[Source]) -> Iterator[Path]:

@@ -1,0 +1,157 @@
+"""Opening a checkpoint with an edit: from stored tensors to the reader of the result.
+
+:mod:`rankless.conversion.pipeline` calls it on each rank that opens the source, and loads through the adapter of their
+reader, inside of the vote "reading the metadata". Nothing of a tensor is read here. All ranks get equal formulas.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rankless.edits.average import Average
+from rankless.edits.catalog import Catalog
+from rankless.edits.companions import check_tokenizer, read_config
+from rankless.edits.formulas import Stored
+from rankless.edits.recipe import Verb, encode_recipe
+from rankless.edits.value_changes import ValueChange
+from rankless.errors import FormatError, InvalidArgumentError, NoCheckpointError
+from rankless.formats.edited_reader import EditedContent, EditedReader, EditedTensor, StoredKey, edits_of
+from rankless.formats.native import NativeReader
+from rankless.formats.reader import Reader
+from rankless.ondisk.manifest import EditRecord
+from rankless.run.catalog import list_checkpoints
+from rankless.run.lookup import open_latest
+from rankless.storage.location import parse_location
+
+
+class EditReport(msgspec.Struct, frozen=True):
+    """A report of an edit: what becomes of what, and what no stored tensor has. ``lines`` begin with the group."""
+
+    lines: Sequence[str]
+    reconstructed: Sequence[str]
+
+
+def edit_reader(reader: Reader, verbs: Sequence[Verb]) -> tuple[EditedReader, EditReport]:
+    """Return the reader of a checkpoint after an edit, and a report.
+
+    Raises ``InvalidArgumentError`` or ``MismatchError`` if a verb does not fit the checkpoint; ``FormatError`` if a
+    tensor cannot be read; ``NoCheckpointError`` if one to average with is not there.
+    """
+    readers: list[Reader] = [reader]
+    catalog = Catalog(str(reader.path), _list_tensors(0, reader), reader.tied, config=_parse_config(reader))
+    for verb in verbs:
+        if isinstance(verb, Average):
+            others = _open_others(verb, reader)
+            readers += others
+            catalog = verb.apply(
+                catalog, [(str(other.path), _list_tensors(n, other)) for n, other in enumerate(others, start=1)]
+            )
+        else:
+            catalog = verb.apply(catalog)
+    check_tokenizer(reader, catalog.config)
+    _check_names(catalog)
+    record = EditRecord([_identify(opened) for opened in readers], encode_recipe(verbs))
+    changers = _join_changes(catalog), _config_changer(catalog)
+    content = EditedContent(catalog.tensors, catalog.tied, *changers, record, catalog.reconstructed)
+    lines = [f"{change.group}: {change.text}" for change in catalog.changes]
+    return EditedReader(readers, content), EditReport(lines, catalog.reconstructed)
+
+
+class ReaderEdit(msgspec.Struct, frozen=True):
+    """An edit as a load applies it: the ``edit`` of its request.
+
+    A checkpoint that came about by this edit, or by a save after a load with it, is read as it is, unless the edit
+    ``is_repeated``: so a job that is started again with the same arguments goes on.
+    """
+
+    verbs: tuple[Verb, ...]
+    is_repeated: bool = False
+
+    def __call__(self, reader: Reader) -> Reader:
+        """Return the reader of the checkpoint after the edit."""
+        recipe = encode_recipe(self.verbs)
+        if not self.is_repeated and any(record.recipe == recipe for record in edits_of(reader)):
+            return reader
+        return edit_reader(reader, self.verbs)[0]
+
+    def __str__(self) -> str:
+        """Return the recipe: ranks compare it."""
+        return encode_recipe(self.verbs)
+
+
+def _list_tensors(number: int, reader: Reader) -> Mapping[str, Mapping[str, EditedTensor]]:
+    """Return the stored tensors of the checkpoint of this number. Raises ``FormatError`` if one cannot be read."""
+    for note in reader.unread:
+        if not note.is_value and note.group.partition("/")[0] in {"model", "optimizer"}:
+            raise FormatError(f"{reader.path}: {note.group} tensor {note.name!r} {note.why}: it cannot be edited")
+    return {
+        group: {name: Stored(StoredKey(number, group, name), info) for name, info in sorted(names.items())}
+        for group, names in reader.groups.items()
+    }
+
+
+def _open_others(verb: Average, reader: Reader) -> list[Reader]:
+    """Open the checkpoints with which one is averaged, from the oldest to the newest."""
+    if verb.paths:
+        return [open_latest(parse_location(path)) for path in verb.paths]
+    infos = list_checkpoints(reader.path.parent) if isinstance(reader, NativeReader) else []
+    names = [info.path for info in infos]
+    if reader.path not in names:
+        raise InvalidArgumentError(f"average: {reader.path} is no checkpoint of a run: pass paths instead of last")
+    before = names[: names.index(reader.path)][-(verb.last - 1) :] if verb.last > 1 else []
+    if len(before) < verb.last - 1:
+        raise NoCheckpointError(
+            f"average: {reader.path.parent} has {len(before) + 1} checkpoints up to {reader.path.name}, and not "
+            f"{verb.last}"
+        )
+    return [open_latest(Path(path)) for path in before]
+
+
+def _identify(reader: Reader) -> str:
+    """Return the id of a checkpoint of rankless, or the fingerprint of another one."""
+    return reader.manifest.id if isinstance(reader, NativeReader) else reader.fingerprint
+
+
+def _check_names(catalog: Catalog) -> None:
+    for group in catalog.groups_of("model"):
+        if not catalog.tensors[group]:
+            raise InvalidArgumentError(f"the edit leaves no tensor of {group} of {catalog.label}")
+
+
+def _parse_config(reader: Reader) -> dict[str, Any]:
+    raw = read_config(reader)
+    return _as_table(raw) if raw is not None else {}
+
+
+def _as_table(raw: bytes) -> dict[str, Any]:
+    try:
+        table = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
+def _join_changes(catalog: Catalog) -> ValueChange:
+    def change_values(shared: Mapping[str, Any]) -> Mapping[str, Any]:
+        for change in catalog.value_changes:
+            shared = change(shared)
+        return shared
+
+    return change_values
+
+
+def _config_changer(catalog: Catalog) -> Callable[[bytes], bytes]:
+    def change_config(raw: bytes) -> bytes:
+        table = _as_table(raw)
+        if not table or not catalog.config_changes:
+            return raw
+        for change in catalog.config_changes:
+            table = change(table)
+        return json.dumps(table, indent=2, sort_keys=True).encode() + b"\n"
+
+    return change_config

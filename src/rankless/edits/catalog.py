@@ -1,0 +1,184 @@
+"""The contents of a checkpoint as verbs change them: a formula for each tensor, and how all other contents follow.
+
+:mod:`rankless.edits.apply_edits` begins with the stored tensors, and passes the result of each verb to the next one, on
+each rank that opens the checkpoint. Nothing of a tensor is read. Ranks must get equal catalogs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from rankless.edits.value_changes import RenameNames, ValueChange, rename_parameters
+from rankless.errors import InvalidArgumentError
+from rankless.formats.edited_reader import EditedTensor
+from rankless.ondisk.data_files import ADAPTER
+from rankless.ondisk.validation import split_state_key, state_key
+
+MODEL, OPTIMIZER = "model", "optimizer"
+
+#: Names of states that are the parameter itself in a higher precision.
+MASTERS = frozenset({"master", "master_param", "fp32_param", "master_weights"})
+
+#: The state that counts the steps of a parameter.
+STEP = "step"
+
+#: Tensors by name.
+Tensors = Mapping[str, EditedTensor]
+
+#: Changes the contents of ``config.json``.
+ConfigChange = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A line of the report of an edit: the group, and what becomes of something in it."""
+
+    group: str
+    text: str
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """A parameter or buffer of a model in its group, with its optimizer states: each by its group and its name."""
+
+    group: str
+    name: str
+    tensor: EditedTensor
+    states: Mapping[tuple[str, str], EditedTensor]
+
+    @property
+    def master(self) -> EditedTensor | None:
+        """The parameter in a higher precision, if an optimizer has it."""
+        masters = [state for (_, name), state in self.states.items() if name in MASTERS]
+        return masters[0] if masters and masters[0].info.shape == self.tensor.info.shape else None
+
+
+class Catalog(msgspec.Struct, frozen=True):
+    """A checkpoint: tensors and ties by group, changes of shared values and of ``config.json`` so far, and a report.
+
+    ``config`` has the contents of ``config.json`` after these changes, empty if there is none. ``label`` names the
+    checkpoint in messages. ``reconstructed`` are names of parameters and states that no stored tensor has.
+    """
+
+    label: str
+    tensors: Mapping[str, Tensors]
+    tied: Mapping[str, Mapping[str, str]]
+    config: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    value_changes: tuple[ValueChange, ...] = ()
+    config_changes: tuple[ConfigChange, ...] = ()
+    changes: tuple[Change, ...] = ()
+    reconstructed: tuple[str, ...] = ()
+
+    def groups_of(self, kind: str) -> list[str]:
+        """Return the groups of a kind: ``"model"``, ``"model/ema"``."""
+        return [group for group in self.tensors if group.partition("/")[0] == kind]
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Yield all parameters and buffers of models, with the states that optimizers have of this name."""
+        states: dict[tuple[str, str], dict[tuple[str, str], EditedTensor]] = {}
+        for group in self.groups_of(OPTIMIZER):
+            model = self.model_of(group)
+            for key, tensor in self.tensors[group].items():
+                name, state = split_state_key(key)
+                states.setdefault((model, name), {})[group, state] = tensor
+        for group in self.groups_of(MODEL):
+            for name, tensor in self.tensors[group].items():
+                yield Parameter(group, name, tensor, states.get((group, name), {}))
+
+    def model_of(self, optimizer: str) -> str:
+        """Return the group of the model that an optimizer trains. Averages of the model have groups of their own.
+
+        It is the model with the same name as the optimizer, or else the one with the most names of its parameters.
+        """
+        model = MODEL + optimizer.removeprefix(OPTIMIZER)
+        if model in self.tensors:
+            return model
+        trained = {split_state_key(key)[0] for key in self.tensors[optimizer]}
+        return max(self.groups_of(MODEL), key=lambda group: len(trained & self.tensors[group].keys()), default=model)
+
+    def names(self) -> list[str]:
+        """Return the names of all parameters and buffers, those of ties too, each once."""
+        names = [name for group in self.groups_of(MODEL) for name in (*self.tensors[group], *self.tied.get(group, {}))]
+        return list(dict.fromkeys(names))
+
+    def check_no_adapters(self, verb: str) -> None:
+        """Raise ``InvalidArgumentError`` if there are PEFT adapters, whose configuration names their modules."""
+        if self.groups_of(ADAPTER):
+            raise InvalidArgumentError(
+                f"{verb}: {self.label} has PEFT adapters, which do not follow: merge them first, with rankless convert "
+                "--to hf --merge"
+            )
+
+    def with_config(self, change: ConfigChange) -> Catalog:
+        """Return the catalog with a further change of ``config.json``, which does nothing if there is none."""
+        config = change(dict(self.config)) if self.config else self.config
+        return msgspec.structs.replace(self, config=config, config_changes=(*self.config_changes, change))
+
+    def with_changes(self, changes: Sequence[Change], reconstructed: Sequence[str] = ()) -> Catalog:
+        """Return the catalog with further lines of the report, and names of what is new."""
+        return msgspec.structs.replace(
+            self, changes=(*self.changes, *changes), reconstructed=(*self.reconstructed, *reconstructed)
+        )
+
+
+#: Returns what becomes of a parameter: its new names, each with the parameter as it is then. ``None``: it stays.
+ChangeParameter = Callable[[Parameter], Sequence[Parameter] | None]
+
+
+def map_parameters(catalog: Catalog, change: ChangeParameter, rename: RenameNames) -> Catalog:
+    """Return a catalog with other parameters.
+
+    ``change`` returns what becomes of a parameter with its states. ``rename`` does the same for names alone: of ties,
+    groups of optimizers and schedulers, and of states that are no tensors; it returns none for those that are dropped.
+    Raises ``InvalidArgumentError`` if two parameters would get one name.
+    """
+    tensors: dict[str, dict[str, EditedTensor]] = {
+        group: {} if group.partition("/")[0] in {MODEL, OPTIMIZER} else dict(names)
+        for group, names in catalog.tensors.items()
+    }
+    mapped: set[tuple[str, str]] = set()
+    for parameter in catalog.parameters():
+        changed = change(parameter)
+        for new in [parameter] if changed is None else changed:
+            _add(tensors[new.group], new.name, new.tensor, parameter.name)
+            for (group, state), tensor in new.states.items():
+                _add(tensors[group], state_key(new.name, state), tensor, parameter.name)
+        mapped |= {(group, state_key(parameter.name, state)) for group, state in parameter.states}
+    for group in catalog.groups_of(OPTIMIZER):  # states of parameters that no model of the checkpoint has
+        for key, tensor in catalog.tensors[group].items():
+            if (group, key) not in mapped:
+                name, state = split_state_key(key)
+                for new_name in rename(name):
+                    _add(tensors[group], state_key(new_name, state), tensor, name)
+    tied = {
+        group: _rename_ties(names, tensors.get(group, {}), rename) if group.partition("/")[0] == MODEL else names
+        for group, names in catalog.tied.items()
+    }
+    return msgspec.structs.replace(
+        catalog,
+        tensors={group: dict(sorted(names.items())) for group, names in tensors.items()},
+        tied=tied,
+        value_changes=(*catalog.value_changes, rename_parameters(rename)),
+    )
+
+
+def _add(tensors: dict[str, EditedTensor], name: str, tensor: EditedTensor, old: str) -> None:
+    if name in tensors:
+        raise InvalidArgumentError(f"{old!r} and another tensor would both be named {name!r}")
+    tensors[name] = tensor
+
+
+def _rename_ties(names: Mapping[str, str], tensors: Collection[str], rename: RenameNames) -> dict[str, str]:
+    """Return the further names of tied tensors. One whose tensor is gone is dropped with it."""
+    return {
+        new_alias: new_name
+        for alias, name in names.items()
+        for new_alias, new_name in zip(rename(alias), rename(name), strict=False)
+        if new_name in tensors
+    }
+
+
+def keep_name(name: str) -> tuple[str]:
+    """Return the name alone, for changes that rename nothing."""
+    return (name,)

@@ -1,0 +1,31 @@
+"""The dtype that a ``config.json`` of transformers names, as a change of its contents.
+
+Verbs that cast all weights use it, and :mod:`rankless.conversion.config_dtype` for the bytes of a file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rankless.ondisk.dtypes import TORCH_NAMES
+
+#: The names under which a configuration has the dtype of the weights, now and before transformers 5.
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+#: How deep configurations of parts are nested at most.
+_MAX_DEPTH = 8
+
+
+def set_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a configuration that names a dtype, of files, wherever it names one. Parts of the model name one, too."""
+    changed: dict[str, Any] = replace_dtypes(config, TORCH_NAMES[dtype], _MAX_DEPTH)
+    return changed
+
+
+def replace_dtypes(content: Any, dtype: str, depth: int = _MAX_DEPTH) -> Any:
+    """Return a configuration with a dtype of torch wherever it names one, but not that of quantization."""
+    if not isinstance(content, dict) or not depth:
+        return content
+    replaced = {key: dtype for key in _DTYPE_KEYS if isinstance(content.get(key), str)}
+    parts = {key for key in content if key.endswith("_config") and key != "quantization_config"}
+    return content | replaced | {key: replace_dtypes(content[key], dtype, depth - 1) for key in parts}

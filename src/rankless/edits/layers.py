@@ -1,0 +1,128 @@
+"""The verb ``layers``: layers of a stack are kept, dropped, repeated and put into another order, with their states."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from rankless.edits.catalog import Catalog, Change, Parameter, map_parameters
+from rankless.errors import InvalidArgumentError
+
+#: The most layers of a model after an edit.
+_MOST_LAYERS = 10_000
+
+#: A number among the parts of a name.
+_NUMBER = re.compile(r"(?:^|\.)(\d{1,9})(?=\.)")
+
+#: Entries of ``config.json`` with the number of layers.
+_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+#: Entries of ``config.json`` with a list that has an element for each layer, and those with numbers of layers.
+_LISTS, _NUMBERS = ("layer_types", "no_rope_layers", "attention_layers"), ("mlp_only_layers", "full_attn_idxs")
+
+
+class Layers(msgspec.Struct, frozen=True, tag_field="verb", tag="layers", forbid_unknown_fields=True):
+    """Build the stack of layers anew from its own layers: name those to keep, to drop, or the whole order.
+
+    Args:
+        order: The old number of each new layer. A layer may be named several times.
+        keep: The old numbers of the layers to keep.
+        drop: The old numbers of the layers to drop.
+        stack: The name of the list of layers, such as ``model.layers``, if there are several.
+    """
+
+    order: list[int] | None = None
+    keep: list[int] | None = None
+    drop: list[int] | None = None
+    stack: str | None = None
+
+    def apply(self, catalog: Catalog) -> Catalog:
+        """Return the catalog with other layers. Raises ``InvalidArgumentError``."""
+        catalog.check_no_adapters("layers")
+        stack, count = self._find_stack(catalog)
+        order = self._order(count)
+        new_of = {old: [new for new, layer in enumerate(order) if layer == old] for old in range(count)}
+        pattern = re.compile(rf"((?:^|.*\.){re.escape(stack)}\.)(\d{{1,9}})(\..*)")
+
+        def rename(name: str) -> Sequence[str]:
+            match = pattern.fullmatch(name)
+            if match is None or int(match[2]) >= count:
+                return (name,)
+            return [f"{match[1]}{new}{match[3]}" for new in new_of[int(match[2])]]
+
+        def move(parameter: Parameter) -> Sequence[Parameter] | None:
+            return [replace(parameter, name=name) for name in rename(parameter.name)]
+
+        text = f"{stack}: the layers {', '.join(map(str, order))} of {count}"
+        moved = map_parameters(catalog, move, rename).with_changes([Change("model", text)])
+        return moved.with_config(lambda config: _change_config(config, order, count))
+
+    def _order(self, count: int) -> list[int]:
+        """Return the old number of each new layer. ``count``: how many there are."""
+        given = [numbers for numbers in (self.order, self.keep, self.drop) if numbers is not None]
+        if len(given) != 1:
+            raise InvalidArgumentError("layers: pass one of order, keep and drop")
+        if wrong := [number for number in given[0] if not 0 <= number < count]:
+            raise InvalidArgumentError(
+                f"layers: there is no layer {wrong[0]}: the model has the layers 0 to {count - 1}"
+            )
+        if self.order is not None:
+            order = list(self.order)
+        else:
+            order = [layer for layer in range(count) if (layer in given[0]) == (self.keep is not None)]
+        if not 0 < len(order) <= _MOST_LAYERS:
+            raise InvalidArgumentError(f"layers: a model has 1 to {_MOST_LAYERS} layers; these are {len(order)}")
+        return order
+
+    def _find_stack(self, catalog: Catalog) -> tuple[str, int]:
+        """Return the name of the list of layers, and their number."""
+        numbers: dict[str, set[int]] = {}
+        for name in catalog.names():
+            if match := _NUMBER.search(name):
+                numbers.setdefault(name[: match.start()], set()).add(int(match[1]))
+        if self.stack is not None:
+            numbers = _numbers_of(self.stack, catalog.names())
+        whole = {stack: len(found) for stack, found in numbers.items() if found == set(range(len(found)))}
+        stacks = _without_wrappers(whole)
+        if len(stacks) != 1:
+            wanted = f"{self.stack!r}" if self.stack is not None else "one list of layers"
+            listed = ", ".join(sorted(stacks)) or "none"
+            raise InvalidArgumentError(
+                f"layers: {wanted} was looked for in {catalog.label}; found: {listed}. Pass stack= with its name"
+            )
+        return stacks.popitem()
+
+
+def _numbers_of(stack: str, names: Sequence[str]) -> dict[str, set[int]]:
+    pattern = re.compile(rf"(?:^|.*\.){re.escape(stack)}\.(\d{{1,9}})\..*")
+    found = {int(match[1]) for name in names if (match := pattern.fullmatch(name))}
+    return {stack: found} if found else {}
+
+
+def _without_wrappers(stacks: Mapping[str, int]) -> dict[str, int]:
+    """Return the stacks without those that are another one in an average of the model, under a longer name."""
+    return {
+        name: count
+        for name, count in stacks.items()
+        if not any(other != name and name.endswith(f".{other}") and stacks[other] == count for other in stacks)
+    }
+
+
+def _change_config(config: dict[str, Any], order: Sequence[int], count: int) -> dict[str, Any]:
+    changed: dict[str, Any] = {key: len(order) for key in _COUNTS if config.get(key) == count}
+    for key in _LISTS:
+        if isinstance(config.get(key), list) and len(config[key]) == count:
+            changed[key] = [config[key][old] for old in order]
+    for key in _NUMBERS:
+        if isinstance(config.get(key), list):
+            changed[key] = [new for new, old in enumerate(order) if old in config[key]]
+    parts = {
+        key: _change_config(dict(config[key]), order, count)
+        for key in ("text_config", "decoder")
+        if isinstance(config.get(key), dict)
+    }
+    return {**config, **changed, **parts}

@@ -1,0 +1,149 @@
+"""The verb ``resize-vocab``: rows of the embedding and of the head, and of their states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from rankless.edits.catalog import MASTERS, Catalog, Change, Parameter, keep_name, map_parameters
+from rankless.edits.formulas import RowRange, Zeros, cast, join_rows, with_rows
+from rankless.edits.row_rules import RowRule, describe_size, parse_rule
+from rankless.errors import InvalidArgumentError
+from rankless.formats.edited_reader import EditedTensor
+
+#: The ends of names of embeddings, in the models of transformers, torchtitan, Megatron and others.
+_EMBEDDINGS = (
+    *("embed_tokens.weight", "wte.weight", "tok_embeddings.weight", "word_embeddings.weight", "embed_in.weight"),
+    *("tokens_embed.weight", "shared.weight", "embeddings.weight", "token_embedding.weight", "embedding.weight"),
+    "embed.weight",
+)
+
+#: The ends of names of what has a row for each token as well.
+_HEADS = (
+    *("lm_head.weight", "lm_head.bias", "embed_out.weight", "output.weight", "output_layer.weight", "head.weight"),
+    *("head.bias", "final_logits_bias", "predictions.bias", "predictions.decoder.weight", "predictions.decoder.bias"),
+)
+
+
+class ResizeVocab(msgspec.Struct, frozen=True, tag_field="verb", tag="resize-vocab", forbid_unknown_fields=True):
+    """Give embedding and head another number of rows, and the optimizer states of both, too.
+
+    New rows of weights are filled by ``rows``: ``mean`` of all rows, ``zeros``, ``copy:ROW``, or ``normal:STD``. If an
+    optimizer has the weights in a higher precision, the new rows are computed there. New rows of moments are zeros.
+
+    Args:
+        size: The new number of rows.
+        rows: The rule for new rows.
+        tensors: Shell patterns of the names of embedding and head. By default they are found by their names.
+        seed: The seed of ``normal``.
+    """
+
+    size: int
+    rows: str = "mean"
+    tensors: list[str] = []
+    seed: int = 0
+
+    def apply(self, catalog: Catalog) -> Catalog:
+        """Return the catalog with other rows. Raises ``InvalidArgumentError``."""
+        catalog.check_no_adapters("resize-vocab")
+        rule = parse_rule(self.rows, self.seed)
+        names = self._find_names(catalog)
+        changes: list[Change] = []
+        reconstructed: list[str] = []
+
+        def resize(parameter: Parameter) -> Sequence[Parameter] | None:
+            if parameter.name not in names or parameter.tensor.info.shape[0] == self.size:
+                return None
+            old = parameter.tensor.info.shape[0]
+            new, states = self._resize(parameter, rule)
+            changes.append(Change(parameter.group, f"{parameter.name}: {old} to {self.size} rows"))
+            if self.size > old:
+                reconstructed.append(f"rows {old} to {self.size - 1} of {parameter.name}")
+            return [replace(parameter, tensor=new, states=states)]
+
+        resized = map_parameters(catalog, resize, keep_name)
+        return resized.with_changes(changes, reconstructed).with_config(self._change_config)
+
+    def _find_names(self, catalog: Catalog) -> set[str]:
+        """Return the names of all tensors with a row for each token: the same in averages of the model."""
+        sizes = {parameter.name: parameter.tensor.info.shape[:1] for parameter in catalog.parameters()}
+        if self.tensors:
+            names = {name for name in sizes if any(fnmatchcase(name, pattern) for pattern in self.tensors)}
+            unused = [pattern for pattern in self.tensors if not any(fnmatchcase(name, pattern) for name in sizes)]
+            if unused:
+                raise InvalidArgumentError(f"resize-vocab: {catalog.label} has no tensor {unused[0]!r}")
+        else:
+            embeddings = {name for name in sizes if _ends_with(name, _EMBEDDINGS)}
+            rows = {sizes[name] for name in embeddings}
+            names = embeddings | {name for name in sizes if _ends_with(name, _HEADS) and sizes[name] in rows}
+        self._check_names(catalog, {name: sizes[name] for name in names})
+        return names
+
+    def _check_names(self, catalog: Catalog, sizes: Mapping[str, tuple[int, ...]]) -> None:
+        if not sizes:
+            raise InvalidArgumentError(
+                f"resize-vocab: no embedding was found by its name in {catalog.label}: pass tensors= with its name"
+            )
+        if () in sizes.values() or len({*sizes.values()}) > 1:
+            listed = ", ".join(f"{name} has {size[0] if size else 'no'} rows" for name, size in sorted(sizes.items()))
+            raise InvalidArgumentError(f"resize-vocab: {listed}: pass tensors= with what has a row for each token")
+
+    def _resize(self, parameter: Parameter, rule: RowRule) -> tuple[EditedTensor, dict[tuple[str, str], EditedTensor]]:
+        """Return the parameter and its states with other rows."""
+        name, master = parameter.name, parameter.master
+        states: dict[tuple[str, str], EditedTensor] = {}
+        for (group, state), tensor in parameter.states.items():
+            is_master = state in MASTERS and tensor.info.shape == parameter.tensor.info.shape
+            states[group, state] = (
+                self._with_rows(tensor, rule, f"{name}/{state}")
+                if is_master
+                else self._resize_state(parameter, state, tensor)
+            )
+        if master is None:
+            return self._with_rows(parameter.tensor, rule, name), states
+        resized = self._with_rows(master, rule, name)
+        old = min(parameter.tensor.info.shape[0], self.size)
+        new_rows = cast(resized, parameter.tensor.info.dtype)
+        parts = [RowRange(parameter.tensor, 0, old), RowRange(new_rows, old, self.size - old)]
+        return join_rows(parts, parameter.tensor.info), states
+
+    def _with_rows(self, tensor: EditedTensor, rule: RowRule | None, name: str) -> EditedTensor:
+        """Return a tensor with the rows that remain, and new ones by the rule; zeros without one."""
+        old = tensor.info.shape[0]
+        kept = RowRange(tensor, 0, min(old, self.size))
+        count = max(0, self.size - old)
+        if not count:
+            return join_rows([kept], tensor.info)
+        new = Zeros(with_rows(tensor.info, count)) if rule is None else rule.fill(tensor, name, count)
+        return join_rows([kept, RowRange(new, 0, count)], tensor.info)
+
+    def _resize_state(self, parameter: Parameter, state: str, tensor: EditedTensor) -> EditedTensor:
+        """Return a state that is not the parameter itself: moments, factors of moments, or one value."""
+        shape, whole = tensor.info.shape, parameter.tensor.info.shape
+        if all(size == 1 for size in shape) or (len(whole) > 1 and shape == whole[1:]):
+            return tensor  # one value, or the factor of the columns, which no row has a part of
+        if shape == whole or shape == whole[:1] or (shape[:1] == whole[:1] and all(size == 1 for size in shape[1:])):
+            return self._with_rows(tensor, None, f"{parameter.name}/{state}")
+        raise InvalidArgumentError(
+            f"resize-vocab: the state {state!r} of {parameter.name!r} is {describe_size(tensor.info)}, and the "
+            f"parameter {describe_size(parameter.tensor.info)}: no rule says what its new rows are. Edit the model "
+            "alone, with model_only"
+        )
+
+    def _change_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Name the new size wherever the configuration has one for the tokens of text."""
+        changed = {"vocab_size": self.size} if "vocab_size" in config else {}
+        parts = {
+            key: self._change_config(dict(config[key]))
+            for key in ("text_config", "decoder")
+            if isinstance(config.get(key), dict)
+        }
+        return {**config, **changed, **parts}
+
+
+def _ends_with(name: str, ends: Sequence[str]) -> bool:
+    return any(name == end or name.endswith(f".{end}") for end in ends)
