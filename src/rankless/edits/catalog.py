@@ -179,6 +179,12 @@ def _rename_ties(names: Mapping[str, str], tensors: Collection[str], rename: Ren
     }
 
 
+def is_one_value(state: str, tensor: EditedTensor, parameter: EditedTensor) -> bool:
+    """Return whether a state is one value for its parameter, such as the count of steps."""
+    shape = tensor.info.shape
+    return state == STEP or shape == () or (all(size == 1 for size in shape) and shape != parameter.info.shape)
+
+
 def keep_name(name: str) -> tuple[str]:
     """Return the name alone, for changes that rename nothing."""
     return (name,)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from rankless.edits.catalog import MASTERS, OPTIMIZER, Catalog, Change
+from rankless.edits.catalog import MASTERS, OPTIMIZER, STEP, Catalog, Change, is_one_value
 from rankless.edits.formulas import Zeros, cast
 from rankless.edits.value_changes import ValueChange, add_parameters, rename_parameters
 from rankless.errors import InvalidArgumentError
@@ -78,14 +78,13 @@ def add_trained(
     group, sibling = like
     model = catalog.tensors[catalog.model_of(group)]
     tensors, changes, reconstructed = dict(catalog.tensors[group]), [], []
-    shape = model[sibling].info.shape
     trained = {split_state_key(key)[0] for key in tensors}
     for name in names:
         if name in trained:
             raise InvalidArgumentError(f"unfreeze: {name!r} has states in {catalog.label} already")
         for (of_group, state), tensor in states.items():
             if of_group == group:
-                tensors[state_key(name, state)] = _new_state(model[name], state, tensor, shape, name)
+                tensors[state_key(name, state)] = _new_state(model[name], state, tensor, model[sibling], name)
                 reconstructed.append(f"{state} of {name}")
         changes.append(Change(group, f"{name}: trained from now on, in the group of {sibling}"))
     changed = {**catalog.tensors, group: dict(sorted(tensors.items()))}
@@ -95,15 +94,20 @@ def add_trained(
 
 
 def _new_state(
-    parameter: EditedTensor, state: str, like: EditedTensor, shape: tuple[int, ...], name: str
+    parameter: EditedTensor, state: str, like: EditedTensor, sibling: EditedTensor, name: str
 ) -> EditedTensor:
-    """Return the state of a parameter that was never trained."""
-    if like.info.shape == shape and state in MASTERS:
-        return cast(parameter, like.info.dtype)
-    if like.info.shape == shape and shape:
-        return Zeros(TensorInfo(like.info.dtype, parameter.info.shape))
-    if all(size == 1 for size in like.info.shape):
+    """Return the state of a parameter that was never trained, given that of another one, its ``sibling``."""
+    if sibling.info.shape == () != parameter.info.shape and state != STEP:
+        raise InvalidArgumentError(
+            f"unfreeze: the parameter that {name!r} is like has one value, so that its state {state!r} does not tell "
+            "what a larger one has: name another parameter with like"
+        )
+    if is_one_value(state, like, sibling):
         return Zeros(like.info)
+    if like.info.shape == sibling.info.shape and state in MASTERS:
+        return cast(parameter, like.info.dtype)
+    if like.info.shape == sibling.info.shape:
+        return Zeros(TensorInfo(like.info.dtype, parameter.info.shape))
     raise InvalidArgumentError(
         f"unfreeze: no rule says what the state {state!r} of {name!r} is, because it does not have the shape of its "
         "parameter: leave the parameter out, and let the optimizer make its states"

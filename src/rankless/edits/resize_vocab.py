@@ -9,11 +9,22 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from rankless.edits.catalog import MASTERS, Catalog, Change, Parameter, keep_name, map_parameters
+from rankless.edits.catalog import (
+    MASTERS,
+    Catalog,
+    Change,
+    Parameter,
+    is_one_value,
+    keep_name,
+    map_parameters,
+)
 from rankless.edits.formulas import RowRange, Zeros, cast, join_rows, with_rows
 from rankless.edits.row_rules import RowRule, describe_size, parse_rule
 from rankless.errors import InvalidArgumentError
 from rankless.formats.edited_reader import EditedTensor
+
+#: The most rows of an embedding after an edit.
+_MOST_ROWS = 2**27
 
 #: The ends of names of embeddings, in the models of transformers, torchtitan, Megatron and others.
 _EMBEDDINGS = (
@@ -50,6 +61,8 @@ class ResizeVocab(msgspec.Struct, frozen=True, tag_field="verb", tag="resize-voc
     def apply(self, catalog: Catalog) -> Catalog:
         """Return the catalog with other rows. Raises ``InvalidArgumentError``."""
         catalog.check_no_adapters("resize-vocab")
+        if not 0 < self.size <= _MOST_ROWS:
+            raise InvalidArgumentError(f"resize-vocab: size must be 1 to {_MOST_ROWS}; got {self.size}")
         rule = parse_rule(self.rows, self.seed)
         names = self._find_names(catalog)
         changes: list[Change] = []
@@ -124,8 +137,9 @@ class ResizeVocab(msgspec.Struct, frozen=True, tag_field="verb", tag="resize-voc
     def _resize_state(self, parameter: Parameter, state: str, tensor: EditedTensor) -> EditedTensor:
         """Return a state that is not the parameter itself: moments, factors of moments, or one value."""
         shape, whole = tensor.info.shape, parameter.tensor.info.shape
-        if all(size == 1 for size in shape) or (len(whole) > 1 and shape == whole[1:]):
-            return tensor  # one value, or the factor of the columns, which no row has a part of
+        is_of_columns = len(whole) > 1 and shape in {whole[1:], (1, *whole[1:])} and shape != whole
+        if is_one_value(state, tensor, parameter.tensor) or is_of_columns:
+            return tensor
         if shape == whole or shape == whole[:1] or (shape[:1] == whole[:1] and all(size == 1 for size in shape[1:])):
             return self._with_rows(tensor, None, f"{parameter.name}/{state}")
         raise InvalidArgumentError(

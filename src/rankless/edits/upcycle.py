@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from rankless.edits.catalog import OPTIMIZER, Catalog, Change, Parameter, map_parameters
+from rankless.edits.catalog import OPTIMIZER, Catalog, Change, Parameter, is_one_value, map_parameters
 from rankless.edits.formulas import NormalRows, RowRange, Rows, Zeros
 from rankless.edits.freeze import add_trained
 from rankless.edits.row_rules import RowRule, parse_rule
@@ -210,7 +210,9 @@ def _fuse(
     if rest.startswith(f"{_GATE}."):
         joined.append(mlps[parameter.group, prefix][f"{_UP}.weight"])
     states = {
-        key: state if all(size == 1 for size in state.info.shape) else _stack([p.states[key] for p in joined], experts)
+        key: state
+        if is_one_value(key[1], state, parameter.tensor)
+        else _stack([p.states[key] for p in joined], experts)
         for key, state in parameter.states.items()
     }
     name = prefix + names.fused(rest.partition(".")[0])

@@ -104,7 +104,7 @@ def _rename_scheduler(value: Any, rename: RenameNames) -> Any:
     params = value.get("params") if isinstance(value, Mapping) else None
     if not params:
         return value
-    renamed = [_rename_all(names, rename) for names in params]
+    renamed = [sorted(_rename_all(names, rename)) for names in params]
     kept = [bool(new) or not old for old, new in zip(params, renamed, strict=True)]
     scheduler = {**value, "params": [names for names, is_kept in zip(renamed, kept, strict=True) if is_kept]}
     return scheduler if all(kept) else {**scheduler, "state": _drop_entries(scheduler.get("state"), kept)}
@@ -130,7 +130,7 @@ def _add_to_scheduler(value: Any, names: Sequence[str], like: str) -> Any:
     params = value.get("params") if isinstance(value, Mapping) else None
     if not params:
         return value
-    return {**value, "params": [_insert_after(like, names, group) for group in params]}
+    return {**value, "params": [sorted(_insert_after(like, names, group)) for group in params]}
 
 
 def _insert_after(like: str, names: Sequence[str], params: Sequence[str]) -> list[str]:
