@@ -19,7 +19,7 @@ from rankless.edits.companions import check_tokenizer, read_config
 from rankless.edits.formulas import Stored
 from rankless.edits.recipe import Verb, encode_recipe
 from rankless.edits.value_changes import ValueChange
-from rankless.errors import FormatError, InvalidArgumentError, NoCheckpointError
+from rankless.errors import InvalidArgumentError, NoCheckpointError
 from rankless.formats.edited_reader import EditedContent, EditedReader, EditedTensor, StoredKey, edits_of
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader
@@ -39,8 +39,8 @@ class EditReport(msgspec.Struct, frozen=True):
 def edit_reader(reader: Reader, verbs: Sequence[Verb]) -> tuple[EditedReader, EditReport]:
     """Return the reader of a checkpoint after an edit, and a report.
 
-    Raises ``InvalidArgumentError`` or ``MismatchError`` if a verb does not fit the checkpoint; ``FormatError`` if a
-    tensor cannot be read; ``NoCheckpointError`` if one to average with is not there.
+    Raises ``InvalidArgumentError`` or ``MismatchError`` if a verb does not fit the checkpoint; ``NoCheckpointError`` if
+    one to average with is not there.
     """
     readers: list[Reader] = [reader]
     catalog = Catalog(str(reader.path), _list_tensors(0, reader), reader.tied, config=_parse_config(reader))
@@ -57,7 +57,7 @@ def edit_reader(reader: Reader, verbs: Sequence[Verb]) -> tuple[EditedReader, Ed
     _check_names(catalog)
     record = EditRecord([_identify(opened) for opened in readers], encode_recipe(verbs))
     changers = _join_changes(catalog), _config_changer(catalog)
-    content = EditedContent(catalog.tensors, catalog.tied, *changers, record, catalog.reconstructed)
+    content = EditedContent(catalog.tensors, catalog.tied, *changers, record, catalog.reconstructed, catalog.unread)
     lines = [f"{change.group}: {change.text}" for change in catalog.changes]
     return EditedReader(readers, content), EditReport(lines, catalog.reconstructed)
 
@@ -85,10 +85,7 @@ class ReaderEdit(msgspec.Struct, frozen=True):
 
 
 def _list_tensors(number: int, reader: Reader) -> Mapping[str, Mapping[str, EditedTensor]]:
-    """Return the stored tensors of the checkpoint of this number. Raises ``FormatError`` if one cannot be read."""
-    for note in reader.unread:
-        if not note.is_value and note.group.partition("/")[0] in {"model", "optimizer"}:
-            raise FormatError(f"{reader.path}: {note.group} tensor {note.name!r} {note.why}: it cannot be edited")
+    """Return the stored tensors of the checkpoint of this number. What cannot be read is none of them."""
     return {
         group: {name: Stored(StoredKey(number, group, name), info) for name, info in sorted(names.items())}
         for group, names in reader.groups.items()

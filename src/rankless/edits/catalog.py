@@ -14,6 +14,7 @@ import msgspec
 from rankless.edits.value_changes import RenameNames, ValueChange, rename_parameters
 from rankless.errors import InvalidArgumentError
 from rankless.formats.edited_reader import EditedTensor
+from rankless.formats.reader import UnreadTensorNote
 from rankless.ondisk.data_files import ADAPTER
 from rankless.ondisk.validation import split_state_key, state_key
 
@@ -58,7 +59,8 @@ class Catalog(msgspec.Struct, frozen=True):
     """A checkpoint: tensors and ties by group, changes of shared values and of ``config.json`` so far, and a report.
 
     ``config`` has the contents of ``config.json`` after these changes, empty if there is none. ``label`` names the
-    checkpoint in messages. ``reconstructed`` are names of parameters and states that no stored tensor has.
+    checkpoint in messages. ``reconstructed`` are names of parameters and states that no stored tensor has. ``unread``
+    are states for which a verb has no rule: who asks for one gets an error.
     """
 
     label: str
@@ -69,6 +71,7 @@ class Catalog(msgspec.Struct, frozen=True):
     config_changes: tuple[ConfigChange, ...] = ()
     changes: tuple[Change, ...] = ()
     reconstructed: tuple[str, ...] = ()
+    unread: tuple[UnreadTensorNote, ...] = ()
 
     def groups_of(self, kind: str) -> list[str]:
         """Return the groups of a kind: ``"model"``, ``"model/ema"``."""

@@ -22,6 +22,8 @@ from rankless.edits.formulas import RowRange, Zeros, cast, join_rows, with_rows
 from rankless.edits.row_rules import RowRule, describe_size, parse_rule
 from rankless.errors import InvalidArgumentError
 from rankless.formats.edited_reader import EditedTensor
+from rankless.formats.reader import UnreadTensorNote
+from rankless.ondisk.validation import state_key
 
 #: The most rows of an embedding after an edit.
 _MOST_ROWS = 2**27
@@ -67,19 +69,21 @@ class ResizeVocab(msgspec.Struct, frozen=True, tag_field="verb", tag="resize-voc
         names = self._find_names(catalog)
         changes: list[Change] = []
         reconstructed: list[str] = []
+        unread: list[UnreadTensorNote] = []
 
         def resize(parameter: Parameter) -> Sequence[Parameter] | None:
             if parameter.name not in names or parameter.tensor.info.shape[0] == self.size:
                 return None
             old = parameter.tensor.info.shape[0]
-            new, states = self._resize(parameter, rule)
+            new, states = self._resize(parameter, rule, unread)
             changes.append(Change(parameter.group, f"{parameter.name}: {old} to {self.size} rows"))
             if self.size > old:
                 reconstructed.append(f"rows {old} to {self.size - 1} of {parameter.name}")
             return [replace(parameter, tensor=new, states=states)]
 
         resized = map_parameters(catalog, resize, keep_name)
-        return resized.with_changes(changes, reconstructed).with_config(self._change_config)
+        refused = replace(resized, unread=(*catalog.unread, *unread))
+        return refused.with_changes(changes, reconstructed).with_config(self._change_config)
 
     def _find_names(self, catalog: Catalog) -> set[str]:
         """Return the names of all tensors with a row for each token: the same in averages of the model."""
@@ -105,17 +109,24 @@ class ResizeVocab(msgspec.Struct, frozen=True, tag_field="verb", tag="resize-voc
             listed = ", ".join(f"{name} has {size[0] if size else 'no'} rows" for name, size in sorted(sizes.items()))
             raise InvalidArgumentError(f"resize-vocab: {listed}: pass tensors= with what has a row for each token")
 
-    def _resize(self, parameter: Parameter, rule: RowRule) -> tuple[EditedTensor, dict[tuple[str, str], EditedTensor]]:
-        """Return the parameter and its states with other rows."""
+    def _resize(
+        self, parameter: Parameter, rule: RowRule, unread: list[UnreadTensorNote]
+    ) -> tuple[EditedTensor, dict[tuple[str, str], EditedTensor]]:
+        """Return the parameter and its states with other rows. States without a rule are added to ``unread``."""
         name, master = parameter.name, parameter.master
         states: dict[tuple[str, str], EditedTensor] = {}
         for (group, state), tensor in parameter.states.items():
             is_master = state in MASTERS and tensor.info.shape == parameter.tensor.info.shape
-            states[group, state] = (
-                self._with_rows(tensor, rule, f"{name}/{state}")
-                if is_master
-                else self._resize_state(parameter, state, tensor)
-            )
+            if is_master:
+                states[group, state] = self._with_rows(tensor, rule, f"{name}/{state}")
+            elif resized_state := self._resize_state(parameter, state, tensor):
+                states[group, state] = resized_state
+            else:
+                why = (
+                    f"is {describe_size(tensor.info)}, and its parameter {describe_size(parameter.tensor.info)}: no "
+                    "rule says what its new rows are. Edit or load the model alone"
+                )
+                unread.append(UnreadTensorNote(group, state_key(name, state), why))
         if master is None:
             return self._with_rows(parameter.tensor, rule, name), states
         resized = self._with_rows(master, rule, name)
@@ -134,19 +145,15 @@ class ResizeVocab(msgspec.Struct, frozen=True, tag_field="verb", tag="resize-voc
         new = Zeros(with_rows(tensor.info, count)) if rule is None else rule.fill(tensor, name, count)
         return join_rows([kept, RowRange(new, 0, count)], tensor.info)
 
-    def _resize_state(self, parameter: Parameter, state: str, tensor: EditedTensor) -> EditedTensor:
-        """Return a state that is not the parameter itself: moments, factors of moments, or one value."""
+    def _resize_state(self, parameter: Parameter, state: str, tensor: EditedTensor) -> EditedTensor | None:
+        """Return a state that is not the parameter itself: moments, factors of moments, or one value. Others: none."""
         shape, whole = tensor.info.shape, parameter.tensor.info.shape
         is_of_columns = len(whole) > 1 and shape in {whole[1:], (1, *whole[1:])} and shape != whole
         if is_one_value(state, tensor, parameter.tensor) or is_of_columns:
             return tensor
         if shape == whole or shape == whole[:1] or (shape[:1] == whole[:1] and all(size == 1 for size in shape[1:])):
             return self._with_rows(tensor, None, f"{parameter.name}/{state}")
-        raise InvalidArgumentError(
-            f"resize-vocab: the state {state!r} of {parameter.name!r} is {describe_size(tensor.info)}, and the "
-            f"parameter {describe_size(parameter.tensor.info)}: no rule says what its new rows are. Edit the model "
-            "alone, with model_only"
-        )
+        return None
 
     def _change_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Name the new size wherever the configuration has one for the tokens of text."""

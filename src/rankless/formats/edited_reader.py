@@ -64,7 +64,7 @@ class EditedContent(NamedTuple):
     """The contents of an edited checkpoint: tensors and ties by group, changes of values and of small files.
 
     ``change_config`` returns the bytes of ``config.json``. ``record`` becomes a member of the manifest.
-    ``reconstructed`` are names of what no stored tensor has.
+    ``reconstructed`` are names of what no stored tensor has, and ``unread`` what cannot be read after the edit.
     """
 
     tensors: Mapping[str, Mapping[str, EditedTensor]]
@@ -73,6 +73,7 @@ class EditedContent(NamedTuple):
     change_config: Callable[[bytes], bytes]
     record: EditRecord
     reconstructed: Sequence[str] = ()
+    unread: Sequence[UnreadTensorNote] = ()
 
 
 class EditedReader:
@@ -109,8 +110,8 @@ class EditedReader:
 
     @property
     def unread(self) -> Sequence[UnreadTensorNote]:
-        """The tensors and values that rankless cannot read."""
-        return self.inner.unread
+        """The tensors and values that rankless cannot read, and states for which an edit has no rule."""
+        return [*self.inner.unread, *self.content.unread]
 
     @property
     def files(self) -> Sequence[Path]:
