@@ -92,6 +92,8 @@ def _parse_text(text: str) -> Verb:
     except ValueError as error:
         raise InvalidArgumentError(f"{text!r} is no verb of an edit: {error}") from error
     arguments: dict[str, Any] = {"verb": name}
+    if name not in VERBS:
+        return _convert(arguments)  # raises the error
     for number, word in enumerate(words):
         key, equals, value = word.partition("=")
         if not equals and number == 0 and name in _FIRST:
@@ -101,13 +103,13 @@ def _parse_text(text: str) -> Verb:
             continue
         elif not equals:
             raise InvalidArgumentError(f"{text!r}: {word!r} is no argument: pass NAME=VALUE")
-        arguments[key] = _parse_value(VERBS.get(name), key, value)
+        arguments[key] = _parse_value(VERBS[name], key, value)
     return _convert(arguments)
 
 
-def _parse_value(verb: type[Any] | None, key: str, value: str) -> Any:
+def _parse_value(verb: type[Any], key: str, value: str) -> Any:
     """Return an argument as its type is: a number, a text, or a list, whose elements have commas between them."""
-    types = {field.name: str(field.type) for field in msgspec.structs.fields(verb)} if verb is not None else {}
+    types = {field.name: str(field.type) for field in msgspec.structs.fields(verb)}
     kind = types.get(key, "str")
     if "list[int]" in kind:
         return [number for part in value.split(",") for number in _parse_numbers(part)]

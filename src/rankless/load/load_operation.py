@@ -365,7 +365,7 @@ class LoadOperation:
         if edited is not opened and self.selected.generation is not None:
             raise StateError(
                 f"the newest checkpoint of {self._request.path} is in the local tier, and what is in there cannot be "
-                "edited: write it into the run directory first, with rankless tier drain"
+                "edited: write it into the run directory first, with rankless drain"
             )
         return edited
 
