@@ -285,16 +285,21 @@ def _as_torch_was_called() -> Iterator[None]:
 
 @dataclass
 class Conversion:
-    """A checkpoint that is converted into another format, at a new path."""
+    """A checkpoint that is converted into another format, or edited, at a new path."""
 
     path: Path
     scratch: Path
+    is_edit: bool = False
 
     def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
         del overwrite
         source = self.scratch / (f"source of {os.getpid()}" if count_ranks() == 1 else "source of several ranks")
         rankless.RunDirectory(source).save("one", state_of(value), overwrite=True)
-        rankless.convert(source / "one", self.locate(tag), to="hf")
+        if self.is_edit:  # the mean of a state and itself is the state, and is computed
+            mean = {"verb": "average", "paths": [str(source / "one")]}
+            rankless.edit(source / "one", self.locate(tag), [mean], to="hf")
+        else:
+            rankless.convert(source / "one", self.locate(tag), to="hf")
 
     def load(self, tag: str) -> float:
         state = state_of(-1.0)
@@ -484,7 +489,12 @@ PLACES: dict[str, Opened] = {
     "ColossalAI": _here(lambda tmp: BoosterFolder(tmp / "run")),
     "conversion into a folder": _here(lambda tmp: Conversion(tmp / "run", tmp)),
     "conversion into a store": _in_store(Conversion),
+    "edit into a folder": _here(lambda tmp: Conversion(tmp / "run", tmp, is_edit=True)),
+    "edit into a store": _in_store(lambda run, tmp: Conversion(run, tmp, is_edit=True)),
 }
+
+#: The places that only write new paths.
+NEW_ONLY = ("conversion into a folder", "conversion into a store", "edit into a folder", "edit into a store")
 
 
 #: The places whose packages take seconds to import: by day only one module of promises has them.

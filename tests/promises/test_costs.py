@@ -11,10 +11,9 @@ import pytest
 from campaigns.faults.faulty_file_system import FaultyFileSystem
 from rankless.save import folder_output
 from rankless.storage import file_memo
-from tests.promises.places import BoosterFolder, Component, Place, bucket_of
+from tests.promises.places import NEW_ONLY, BoosterFolder, Component, Place, bucket_of
 from tests.promises.promise import because, promise
 
-_CONVERSIONS = ("conversion into a folder", "conversion into a store")
 _DCP = ("DCP in a folder", "DCP in a store")
 
 
@@ -34,7 +33,7 @@ def count_calls(place: Place, tag: str, root: Path) -> Counter[str]:
         "drain of an earlier job",
         "`rankless drain`",
     )
-    | because("a conversion looks once at what is next to its output", *_CONVERSIONS),
+    | because("a conversion looks once at what is next to its output", *NEW_ONLY),
     in_one_process=True,
 )
 def test_costs_do_not_grow(place: Place, tmp_path: Path) -> None:
@@ -53,7 +52,7 @@ def test_costs_do_not_grow(place: Place, tmp_path: Path) -> None:
 
 @promise(
     "bytes that have not changed since the save before are not written again",
-    exempt=because("only new paths are written", *_CONVERSIONS)
+    exempt=because("only new paths are written", *NEW_ONLY)
     | because("PyTorch's and Lightning's writers write everything", *_DCP, "Lightning's format")
     | because("a store copies only files of frozen parameters, and this state has none", "store", "store and tier")
     | because("to compare with an object is to read it back, which costs as much", "component in a store")

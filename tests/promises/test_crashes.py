@@ -13,6 +13,7 @@ from rankless.errors import EmptyRunError
 from tests.helpers.examples import examples
 from tests.promises.moments import count_changes, draw_moments, save_in_job, save_until
 from tests.promises.places import (
+    NEW_ONLY,
     PLACES,
     Conversion,
     Drain,
@@ -26,7 +27,6 @@ from tests.promises.places import (
 from tests.promises.promise import because, promise
 
 _NO_DISK = because("a store keeps what it has acknowledged", *(name for name in PLACES if "store" in name))
-_NEW_ONLY = ("conversion into a folder", "conversion into a store")
 
 
 def record(place: Place, root: Path, tags: list[str]) -> History:
@@ -80,7 +80,7 @@ def test_crashes_of_the_host(place: Place, tmp_path: Path) -> None:
 
 @promise(
     "if the process is killed at any moment, the old output or the new one is there, whole, and later saves go on",
-    exempt=because("only new paths are written", *_NEW_ONLY),
+    exempt=because("only new paths are written", *NEW_ONLY),
     in_one_process=True,
 )
 def test_kills(place: Place) -> None:
@@ -97,7 +97,7 @@ def test_kills(place: Place) -> None:
 
 @promise(
     "what killed saves have left is removed by the next one",
-    exempt=because("only new paths are written", *_NEW_ONLY)
+    exempt=because("only new paths are written", *NEW_ONLY)
     | because(
         "a store cannot tell a dead save from a slow one: what it has left is removed after a day",
         *("store", "store and tier", "component in a store", "DCP in a store"),

@@ -19,6 +19,7 @@ from tests.promises.jobs import NO_RUN, job, latest_step, listed, train
 from tests.promises.moments import at_change, at_each_change, count_changes, draw_moments
 from tests.promises.places import (
     FORK,
+    NEW_ONLY,
     PLACES,
     Drain,
     Place,
@@ -105,7 +106,7 @@ def read_old_or_new(place: Place) -> None:
 
 @promise(
     "a reader finds the old output or the new one, whole, at any moment of a save",
-    exempt=because("only new paths are written", "conversion into a folder", "conversion into a store"),
+    exempt=because("only new paths are written", *NEW_ONLY),
     in_one_process=True,
 )
 def test_readers_at_any_moment(place: Place) -> None:

@@ -16,14 +16,13 @@ import rankless
 from rankless.errors import TagExistsError
 from rankless.storage import atomic_rename
 from rankless.storage.object_path import ObjectPath
-from tests.promises.places import Place
+from tests.promises.places import NEW_ONLY, Place
 from tests.promises.promise import because, promise
 
 _BY_ID = because("the id of the checkpoint is in all keys, so no other object is in its way", "store", "store and tier")
 _NEW_ONLY = because(
     "only new paths are written: there is a promise of its own for that",
-    "conversion into a folder",
-    "conversion into a store",
+    *NEW_ONLY,
 )
 _KEEPS = because(
     "other files in the folder stay: there is a promise of its own for that",

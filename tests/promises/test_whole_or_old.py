@@ -18,7 +18,7 @@ from rankless.save import drain_attempts
 from rankless.storage import filesystem_kind, posix
 from rankless.storage.http.client import ObjectClient, ObjectRequest, ObjectResponse
 from rankless.storage.object_path import ObjectPath
-from tests.promises.places import Place, count_bytes, state_of, weights_of
+from tests.promises.places import NEW_ONLY, Place, count_bytes, state_of, weights_of
 from tests.promises.promise import because, promise
 
 _FOREIGN = because(
@@ -29,9 +29,6 @@ _FOREIGN = because(
     "Lightning's format",
     "ColossalAI",
 )
-
-
-_CONVERSIONS = ("conversion into a folder", "conversion into a store")
 
 
 def model_files(path: Path) -> dict[str, bytes]:
@@ -89,7 +86,7 @@ def storage_that_fails(number: int) -> Iterator[list[str]]:
 @promise(
     "if storage fails at any moment, the old output or the new one is there, whole, and later saves go on",
     exempt=because("the failing process is another one: `rankless drain` runs the same code", "drain of an earlier job")
-    | because("only new paths are written", *_CONVERSIONS),
+    | because("only new paths are written", *NEW_ONLY),
     in_one_process=True,
 )
 def test_failing_storage(place: Place) -> None:
@@ -134,6 +131,7 @@ _NO_FOLDER = because(
     "component in a store",
     "DCP in a store",
     "conversion into a store",
+    "edit into a store",
     "published weights in a store",
 )
 
@@ -150,7 +148,7 @@ def test_mounted_buckets_are_named(place: Place) -> None:
 
 @promise(
     "an output that is replaced takes the space of one",
-    exempt=because("only new paths are written", *_CONVERSIONS)
+    exempt=because("only new paths are written", *NEW_ONLY)
     | because("older versions are kept: `keep` says for how long", "published weights", "published weights in a store"),
 )
 def test_replaced_outputs_are_removed(place: Place) -> None:
