@@ -22,11 +22,11 @@ from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import InvalidArgumentError
 from rankless.formats.adapter_configs import read_adapter_configs
 from rankless.formats.contained_paths import check_contained
-from rankless.formats.edited_reader import EditedReader, edits_of, native_reader, original_reader
+from rankless.formats.edited_reader import EditedReader
 from rankless.formats.hub_layout_file import layout_file
 from rankless.formats.huggingface import SINGLE, HuggingFaceReader
 from rankless.formats.native import RANKS, STATE, NativeReader
-from rankless.formats.reader import Reader
+from rankless.formats.reader import EditedCheckpoint, Reader, original_reader
 from rankless.formats.remapped_reader import underlying_reader
 from rankless.formats.sharded.model_files import MODELING
 from rankless.ondisk import values
@@ -118,9 +118,12 @@ class NativeTarget:
 
     def _build_manifest(self, files: dict[str, FileRecord]) -> Manifest:
         reader, identity = self._source.reader, independent_identity(self._final.parent)
-        native = native_reader(reader)
-        source_manifest = None if native is None else native.manifest
-        identity = structs.replace(identity, edits=edits_of(reader))
+        original = original_reader(reader)
+        source_manifest = original.manifest if isinstance(original, NativeReader) else None
+        before = (source_manifest.edits if source_manifest else ()) or ()
+        identity = structs.replace(
+            identity, edits=reader.edits if isinstance(reader, EditedCheckpoint) else tuple(before)
+        )
         label = CheckpointLabel(
             tag=self._final.name,
             identity=identity,
@@ -220,7 +223,7 @@ def companion_files(reader: Reader) -> Iterator[tuple[str, bytes]]:
     """
     reader = underlying_reader(reader)
     if isinstance(reader, EditedReader):
-        for name, data in companion_files(reader.inner):
+        for name, data in companion_files(reader.original):
             yield name, reader.content.change_config(data) if name == CONFIG else data
         return
     if isinstance(reader, NativeReader):  # the manifest names all its files

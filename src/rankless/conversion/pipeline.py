@@ -38,8 +38,7 @@ from rankless.engine.io.streamed_tensor import ReadFragments
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError
 from rankless.formats.detect import is_checkpoint
-from rankless.formats.edited_reader import verify_inputs
-from rankless.formats.reader import Reader, check_current, describe_doubts, detect_replacement
+from rankless.formats.reader import EditedCheckpoint, Reader, check_current, describe_doubts, detect_replacement
 from rankless.formats.registry import (
     DCP,
     DEEPSPEED_UNIVERSAL,
@@ -323,7 +322,8 @@ class _ConvertedTensors:
             }
             if any(source.reader.block_crcs(*key) is None for key in source.selected.sources.values()):
                 check_current(source.reader)
-            verify_inputs(underlying_reader(source.reader))
+            if isinstance(stored := underlying_reader(source.reader), EditedCheckpoint):
+                stored.verify_inputs()
             crcs = RankCrcs(encode_fragments(self._checks.verify_local(read)), crcs_read.encode())
             return msgspec.msgpack.encode(crcs)
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 from rankless.conversion.carried_values import CarriedValues
 from rankless.conversion.tensor_filter import Key, SelectedTensors
 from rankless.engine.io.requests import Fragments
-from rankless.formats.edited_reader import native_reader
-from rankless.formats.reader import Reader
+from rankless.formats.native import NativeReader
+from rankless.formats.reader import Reader, original_reader
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.weight_names import TRANSFORMERS
 
@@ -46,8 +46,8 @@ class ConversionSource:
         """The training step that was passed, or that the source names; ``None`` if it names none."""
         if self.given_step is not None:
             return self.given_step
-        native = native_reader(self.reader)
-        return self.carried.step if native is None else native.manifest.step
+        original = original_reader(self.reader)
+        return original.manifest.step if isinstance(original, NativeReader) else self.carried.step
 
     @property
     def tensor_infos(self) -> dict[Key, TensorInfo]:

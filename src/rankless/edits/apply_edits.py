@@ -16,11 +16,11 @@ import msgspec
 from rankless.edits.average import Average
 from rankless.edits.catalog import Catalog
 from rankless.edits.companions import check_tokenizer, read_config
-from rankless.edits.formulas import Stored
+from rankless.edits.formulas import StoredFormula
 from rankless.edits.recipe import Verb, encode_recipe
 from rankless.edits.value_changes import ValueChange
 from rankless.errors import InvalidArgumentError, NoCheckpointError
-from rankless.formats.edited_reader import EditedContent, EditedReader, EditedTensor, StoredKey, edits_of
+from rankless.formats.edited_reader import EditedContent, EditedReader, EditedTensor, StoredKey
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader
 from rankless.ondisk.manifest import EditRecord
@@ -75,7 +75,8 @@ class ReaderEdit(msgspec.Struct, frozen=True):
     def __call__(self, reader: Reader) -> Reader:
         """Return the reader of the checkpoint after the edit."""
         recipe = encode_recipe(self.verbs)
-        if not self.is_repeated and any(record.recipe == recipe for record in edits_of(reader)):
+        before = reader.manifest.edits if isinstance(reader, NativeReader) else ()
+        if not self.is_repeated and any(record.recipe == recipe for record in before or ()):
             return reader
         return edit_reader(reader, self.verbs)[0]
 
@@ -87,7 +88,7 @@ class ReaderEdit(msgspec.Struct, frozen=True):
 def _list_tensors(number: int, reader: Reader) -> Mapping[str, Mapping[str, EditedTensor]]:
     """Return the stored tensors of the checkpoint of this number. What cannot be read is none of them."""
     return {
-        group: {name: Stored(StoredKey(number, group, name), info) for name, info in sorted(names.items())}
+        group: {name: StoredFormula(StoredKey(number, group, name), info) for name, info in sorted(names.items())}
         for group, names in reader.groups.items()
     }
 

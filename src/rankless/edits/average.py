@@ -8,8 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rankless.edits.catalog import MODEL, OPTIMIZER, STEP, Catalog, Change, Tensors
-from rankless.edits.formulas import Average as Mean
-from rankless.edits.formulas import is_floating
+from rankless.edits.formulas import AverageFormula, is_floating
 from rankless.errors import InvalidArgumentError, MismatchError
 from rankless.formats.edited_reader import EditedTensor
 from rankless.ondisk.validation import split_state_key
@@ -62,7 +61,7 @@ def _is_averaged(group: str, name: str, tensor: EditedTensor) -> bool:
 
 
 def _mean(tensors: Sequence[EditedTensor]) -> EditedTensor:
-    return Mean(tensors[-1].info, tuple(tensors)) if len(tensors) > 1 else tensors[0]
+    return AverageFormula(tensors[-1].info, tuple(tensors)) if len(tensors) > 1 else tensors[0]
 
 
 def _check_alike(catalog: Catalog, label: str, others: Mapping[str, Tensors]) -> None:

@@ -173,7 +173,7 @@ def _add(tensors: dict[str, EditedTensor], name: str, tensor: EditedTensor, old:
 
 
 def _rename_ties(names: Mapping[str, str], tensors: Collection[str], rename: RenameNames) -> dict[str, str]:
-    """Return the further names of tied tensors. One whose tensor is gone is dropped with it."""
+    """Return the further names of tied tensors. If a tensor is dropped, so are they."""
     return {
         new_alias: new_name
         for alias, name in names.items()

@@ -1,4 +1,4 @@
-"""The verb ``dequantise``: quantized weights become floating-point numbers, part by part, and their scales are gone."""
+"""The verb ``dequantise``: quantized weights become floating-point numbers, part by part, without their scales."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _PASS_BYTES = 4 * 2**20
 _PIECE = 2**18
 
 
-class Stored(msgspec.Struct, frozen=True):
+class StoredFormula(msgspec.Struct, frozen=True):
     """A stored tensor as it is."""
 
     key: StoredKey
@@ -168,8 +168,8 @@ class MeanRow(msgspec.Struct, frozen=True, dict=True):
         into[:] = memo.row[start : start + len(into)]
 
     @cached_property
-    def _memo(self) -> _Memo:
-        return _Memo()
+    def _memo(self) -> _MeanMemo:
+        return _MeanMemo()
 
     def _compute(self, read: ReadStored) -> Bytes:
         rows, width = self.of.info.shape[0], dtype_width(self.of.info.dtype)
@@ -184,7 +184,7 @@ class MeanRow(msgspec.Struct, frozen=True, dict=True):
         return from_float64(total / rows, self.info.dtype)
 
 
-class _Memo:
+class _MeanMemo:
     """The mean row, once a thread has computed it."""
 
     def __init__(self) -> None:
@@ -226,7 +226,7 @@ class NormalRows(msgspec.Struct, frozen=True):
         return from_float64(state.standard_normal(count) * self.std, self.info.dtype)
 
 
-class Average(msgspec.Struct, frozen=True):
+class AverageFormula(msgspec.Struct, frozen=True):
     """The mean of tensors of one shape: added up in float64 in their order, divided, and cast once."""
 
     info: TensorInfo
@@ -255,7 +255,7 @@ class Average(msgspec.Struct, frozen=True):
             piece[:] = from_float64(total / len(self.of), self.info.dtype)
 
 
-class Cast(msgspec.Struct, frozen=True):
+class CastFormula(msgspec.Struct, frozen=True):
     """The elements of a tensor in another floating-point dtype, rounded as torch rounds them."""
 
     info: TensorInfo
@@ -298,7 +298,7 @@ def join_rows(parts: Sequence[RowRange], like: TensorInfo) -> EditedTensor:
 
 def cast(tensor: EditedTensor, dtype: str) -> EditedTensor:
     """Return a tensor in another floating-point dtype."""
-    return tensor if tensor.info.dtype == dtype else Cast(TensorInfo(dtype, tensor.info.shape), tensor)
+    return tensor if tensor.info.dtype == dtype else CastFormula(TensorInfo(dtype, tensor.info.shape), tensor)
 
 
 def is_floating(info: TensorInfo) -> bool:

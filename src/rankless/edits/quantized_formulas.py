@@ -155,7 +155,7 @@ class MicroScaled(msgspec.Struct, frozen=True, dict=True):
 
 
 class _Memo:
-    """What one thread has computed, for all: the scales, or the matrix of this number."""
+    """The result of one thread, for all threads: the scales, or the matrix of this number."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""How the shared values of a checkpoint follow its parameters: groups of optimizers, states, schedulers.
+"""Changes of shared values that follow from changed parameters: groups of optimizers, states, schedulers.
 
 Values keep the encoding of the codec that reads them, so nothing here looks into a state. A verb returns changes, and
 :class:`rankless.formats.edited_reader.EditedReader` applies them to the values of the first checkpoint, on each rank.

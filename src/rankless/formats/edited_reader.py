@@ -79,12 +79,12 @@ class EditedContent(NamedTuple):
 class EditedReader:
     """A reader of an edited checkpoint. ``readers`` are those of the stored ones; values are those of the first.
 
-    See :class:`rankless.formats.reader.Reader`.
+    See :class:`rankless.formats.reader.Reader` and :class:`rankless.formats.reader.EditedCheckpoint`.
     """
 
     def __init__(self, readers: Sequence[Reader], content: EditedContent) -> None:
         self.readers, self.content = readers, content
-        self.inner = readers[0]
+        self.original = readers[0]
         self.tied = content.tied
         self.groups: Mapping[str, Mapping[str, TensorInfo]] = {
             group: {name: tensor.info for name, tensor in tensors.items()} for group, tensors in content.tensors.items()
@@ -95,12 +95,12 @@ class EditedReader:
     @property
     def path(self) -> Path:
         """The folder or file of the first checkpoint."""
-        return self.inner.path
+        return self.original.path
 
     @property
     def format(self) -> str:
         """The format of the first checkpoint."""
-        return self.inner.format
+        return self.original.format
 
     @cached_property
     def fingerprint(self) -> str:
@@ -111,7 +111,7 @@ class EditedReader:
     @property
     def unread(self) -> Sequence[UnreadTensorNote]:
         """The tensors and values that rankless cannot read, and states for which an edit has no rule."""
-        return [*self.inner.unread, *self.content.unread]
+        return [*self.original.unread, *self.content.unread]
 
     @property
     def files(self) -> Sequence[Path]:
@@ -152,25 +152,33 @@ class EditedReader:
         key = self.content.tensors[group][name].whole
         return None if key is None else self.readers[key.source].block_crcs(key.group, key.name)
 
+    @property
+    def edits(self) -> tuple[EditRecord, ...]:
+        """See :class:`rankless.formats.reader.EditedCheckpoint`."""
+        before = self.original.manifest.edits if isinstance(self.original, NativeReader) else ()
+        return (*(before or ()), self.content.record)
+
+    @property
+    def reconstructed(self) -> Sequence[str]:
+        """See :class:`rankless.formats.reader.EditedCheckpoint`."""
+        return self.content.reconstructed
+
     def find_edited_groups(self) -> set[str]:
-        """Return the groups that have another tensor than the first checkpoint."""
+        """See :class:`rankless.formats.reader.EditedCheckpoint`."""
         tensors = self.content.tensors
         return {
             group
-            for group in tensors.keys() | self.inner.groups.keys()
-            if tensors.get(group, {}).keys() != self.inner.groups.get(group, {}).keys()
+            for group in tensors.keys() | self.original.groups.keys()
+            if tensors.get(group, {}).keys() != self.original.groups.get(group, {}).keys()
             or any(tensor.whole != (0, group, name) for name, tensor in tensors[group].items())
         }
 
     def has_crcs(self, group: str, name: str) -> bool:
-        """Return whether all that a tensor is computed from has CRCs."""
+        """See :class:`rankless.formats.reader.EditedCheckpoint`."""
         return all(reader.block_crcs(*key) is not None for reader, key in self.input_keys(group, name))
 
     def verify_inputs(self) -> None:
-        """Verify all blocks of which computed tensors have read bytes here. Raises ``CorruptCheckpointError``.
-
-        Each rank calls it when it has read its share.
-        """
+        """See :class:`rankless.formats.reader.EditedCheckpoint`."""
         for inputs in self._inputs:
             inputs.verify()
 
@@ -181,7 +189,7 @@ class EditedReader:
 
     def read_values(self, rank: int, shared_codec: ArrayCodec, rank_codec: ArrayCodec) -> CheckpointValues:
         """Return the values of the first checkpoint, and change the shared ones."""
-        values = self.inner.read_values(rank, shared_codec, rank_codec)
+        values = self.original.read_values(rank, shared_codec, rank_codec)
         shared = self.content.change_values(values.shared)
         return CheckpointValues(shared, values.rank_values, values.world_size, values.ranks)
 
@@ -222,27 +230,3 @@ class _InputTensors:
         verifier.verify_across_ranks(verifier.verify_local(fragments.merge_all()))
         if any(self._reader.block_crcs(*key) is None for key in self._keys):
             check_current(self._reader)
-
-
-def verify_inputs(reader: Reader) -> None:
-    """Verify what tensors of an edited checkpoint were computed from. Others have no such tensors."""
-    if isinstance(reader, EditedReader):
-        reader.verify_inputs()
-
-
-def native_reader(reader: Reader) -> NativeReader | None:
-    """Return the reader of the checkpoint of rankless that ``reader`` reads or edits; ``None`` for another format."""
-    original = original_reader(reader)
-    return original if isinstance(original, NativeReader) else None
-
-
-def original_reader(reader: Reader) -> Reader:
-    """Return the reader of the checkpoint that was edited, which is the first one."""
-    return reader.inner if isinstance(reader, EditedReader) else reader
-
-
-def edits_of(reader: Reader) -> tuple[EditRecord, ...]:
-    """Return the edits by which the checkpoint came about, oldest first."""
-    native = native_reader(reader)
-    before = () if native is None else native.manifest.edits or ()
-    return (*before, *([reader.content.record] if isinstance(reader, EditedReader) else []))

@@ -23,6 +23,7 @@ from rankless.engine.plan.element_ranges import TensorRange
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, FormatError, StorageError
 from rankless.ondisk.data_files import TensorInfo
+from rankless.ondisk.manifest import EditRecord
 from rankless.ondisk.values import ArrayCodec
 
 
@@ -119,6 +120,40 @@ class FamilyReader(Protocol):
 
     def describe_family(self) -> str:
         """Return the family, where it is known from, and which layouts the checkpoint can be read in."""
+
+
+@runtime_checkable
+class EditedCheckpoint(Protocol):
+    """A reader of a checkpoint as an edit changes it: :class:`rankless.formats.edited_reader.EditedReader`."""
+
+    @property
+    def original(self) -> Reader:
+        """The reader of the checkpoint that was edited; if several were, the one whose values it has."""
+
+    @property
+    def edits(self) -> tuple[EditRecord, ...]:
+        """The edits by which it came about, oldest first: those of the original, and this one."""
+
+    @property
+    def reconstructed(self) -> Sequence[str]:
+        """The names of what no stored tensor has."""
+
+    def has_crcs(self, group: str, name: str) -> bool:
+        """Return whether all that a tensor is computed from has CRCs."""
+
+    def find_edited_groups(self) -> set[str]:
+        """Return the groups that have another tensor than the original."""
+
+    def verify_inputs(self) -> None:
+        """Verify all blocks of which computed tensors have read bytes here. Raises ``CorruptCheckpointError``.
+
+        Each rank calls it when it has read its share.
+        """
+
+
+def original_reader(reader: Reader) -> Reader:
+    """Return the reader of the checkpoint that was edited; ``reader`` itself if none was."""
+    return reader.original if isinstance(reader, EditedCheckpoint) else reader
 
 
 @runtime_checkable

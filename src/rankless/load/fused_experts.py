@@ -16,8 +16,8 @@ from torch import nn
 
 from rankless.engine.plan.split_tensors import Splits, split_ranges
 from rankless.errors import MismatchError, OptimizerMismatchError, StateError
-from rankless.formats.edited_reader import native_reader
-from rankless.formats.reader import Reader
+from rankless.formats.native import NativeReader
+from rankless.formats.reader import Reader, original_reader
 from rankless.formats.remapped_reader import NamedRange, RemappedReader, TensorMapping, identity_mapping
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.validation import split_state_key, state_key
@@ -47,7 +47,9 @@ def with_fused_experts(reader: Reader, training: TrainingObjects) -> Reader:
     for component, modules in models.model_components(training.model).items():
         if component in reader.groups:
             infos = reader.groups[component]
-            fused_refs[component] = {} if native_reader(reader) is not None else _fused_refs(modules[0], infos, reader)
+            fused_refs[component] = (
+                {} if isinstance(original_reader(reader), NativeReader) else _fused_refs(modules[0], infos, reader)
+            )
             joined[component] = _fused_tensors(fused_refs[component], infos) | _joined_tensors(views[component], infos)
     for component in adapters.optimizer_components(training.optimizer):
         all_refs = (ref for same_param in (refs_for(component, views) or {}).values() for ref in same_param)

@@ -40,16 +40,17 @@ from rankless.errors import (
 )
 from rankless.formats.adapter_configs import read_adapter_configs
 from rankless.formats.detect import open_reader
-from rankless.formats.edited_reader import EditedReader, edits_of, native_reader, original_reader, verify_inputs
 from rankless.formats.find_training_step import find_step
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import (
     CheckpointValues,
+    EditedCheckpoint,
     Reader,
     check_current,
     check_read,
     describe_doubts,
     detect_replacement,
+    original_reader,
 )
 from rankless.formats.remapped_reader import underlying_reader
 from rankless.load.fused_experts import renamed_tensors, with_fused_experts
@@ -150,8 +151,8 @@ class LoadOperation:
         self._missing: list[str] = []
         self._differences: list[str] = []
         self._doubts: Sequence[str] = ()
-        #: The edits by which what is loaded came about.
-        self._edits: tuple[EditRecord, ...] = ()
+        #: The edits by which what is loaded came about, if it is edited now.
+        self._edits: tuple[EditRecord, ...] | None = None
 
     def run(self) -> RestoreResult:
         """Run all steps of the load, on all ranks.
@@ -344,12 +345,12 @@ class LoadOperation:
                 opened: Reader = self._tier.open_reader(folder, keys)
             else:
                 opened = NativeReader(folder, keys=keys) if self.selected.id else open_reader(folder, keys)
-            reader = self._request.reader_adapter(self._edit(opened))
+            reader = self._request.reader_adapter(opened if self._request.edit is None else self._edit(opened))
             self._format = opened.format
             self._doubts = describe_doubts(opened) if self._session.rank == COORDINATOR_RANK else ()
-            native = native_reader(reader)
-            self._manifest = None if native is None else native.manifest
-            self._edits = edits_of(reader)
+            original = original_reader(reader)
+            self._manifest = original.manifest if isinstance(original, NativeReader) else None
+            self._edits = reader.edits if isinstance(reader, EditedCheckpoint) else None
             return with_fused_experts(reader, self._request.training)
         except NoCheckpointError:
             if self._session.rank == COORDINATOR_RANK:
@@ -407,8 +408,8 @@ class LoadOperation:
                 if lacks_crcs:
                     check_current(reader)
                 partly_read = verifier.verify_local(fragments) if verifier else {}
-                if verifier:
-                    verify_inputs(stored)
+                if verifier and isinstance(stored, EditedCheckpoint):
+                    stored.verify_inputs()
             return RankCrcs(encode_fragments(partly_read), encode_read_crcs(crcs))
 
         def verify_crcs(posted: list[bytes]) -> bytes:
@@ -430,7 +431,9 @@ class LoadOperation:
             raise type(error)(*other_args, f"{message}. {advice}") from error
         return verifier is not None and (
             verifier.has_all_crcs(plan.iter_stored(targets))
-            or (isinstance(stored, EditedReader) and all(stored.has_crcs(*key) for key in plan.iter_stored(targets)))
+            or (
+                isinstance(stored, EditedCheckpoint) and all(stored.has_crcs(*key) for key in plan.iter_stored(targets))
+            )
         )
 
     def _detect_replacement(self, reader: Reader) -> AbstractContextManager[None]:
@@ -440,9 +443,9 @@ class LoadOperation:
     def _build_result(self, reader: Reader, targets: LoadTargets, *, verified: bool) -> RestoreResult:
         manifest = self._manifest
         exact, reconstructed = targets.classify_components()
-        if isinstance(edited := underlying_reader(reader), EditedReader):
+        if isinstance(edited := underlying_reader(reader), EditedCheckpoint):
             groups = edited.find_edited_groups()
-            reconstructed = [*reconstructed, *(name for name in exact if name in groups), *edited.content.reconstructed]
+            reconstructed = [*reconstructed, *(name for name in exact if name in groups), *edited.reconstructed]
             exact = [name for name in exact if name not in groups]
         return RestoreResult(
             user_content=targets.user_content,
@@ -472,7 +475,8 @@ class LoadOperation:
         if manifest is None:
             return None
         base = LoadedBase.of(manifest, selected.tag, selected.newest, selected.token, selected.seen)
-        return msgspec.structs.replace(base, edits=self._edits)
+        edits = tuple(manifest.edits or ()) if self._edits is None else self._edits
+        return msgspec.structs.replace(base, edits=edits) if edits else base
 
 
 def _partly_filled_advice(training: TrainingObjects) -> str:
