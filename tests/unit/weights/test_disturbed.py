@@ -204,6 +204,19 @@ def test_a_follower_that_begins_again_while_the_list_is_late(weights: Path) -> N
         assert follower.update() is None
 
 
+def test_a_corrupt_manifest_of_the_own_version_does_not_hold_up_a_follower(weights: Path) -> None:
+    """The newer version is an anchor, which is based on nothing."""
+    version = Job(weights).publish()
+    with rankless.WeightFollower(weights, weights.with_name("followed")) as follower:
+        assert follower.update() == version
+        version.path.write_bytes(version.path.read_bytes()[:-9])
+        with pytest.raises(CorruptCheckpointError, match=version.path.name):
+            follower.update()
+        newest = Job(weights).publish()
+        assert newest.is_anchor
+        assert follower.update() == newest
+
+
 def test_a_follower_that_has_the_newest_version_reads_its_manifest_once(weights: Path) -> None:
     Job(weights).publish()
     with rankless.WeightFollower(weights, weights.with_name("followed")) as follower:
