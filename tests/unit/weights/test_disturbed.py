@@ -217,6 +217,15 @@ def test_a_corrupt_manifest_of_the_own_version_does_not_hold_up_a_follower(weigh
         assert follower.update() == newest
 
 
+def test_a_corrupt_manifest_does_not_hold_up_retention(weights: Path) -> None:
+    """Each job publishes one anchor."""
+    versions = [Job(weights, keep=1, async_save=False).publish()]
+    versions[0].path.write_bytes(b"{}")
+    versions += [Job(weights, keep=1, async_save=False).publish() for _ in range(2)]
+    assert [version.path.exists() for version in versions] == [True, False, True]
+    assert sorted(path.name[:8] for path in weights.glob("anchor-*")) == ["anchor-1", "anchor-3"]
+
+
 def test_a_follower_that_has_the_newest_version_reads_its_manifest_once(weights: Path) -> None:
     Job(weights).publish()
     with rankless.WeightFollower(weights, weights.with_name("followed")) as follower:
