@@ -79,24 +79,37 @@ class FollowedFolder(ClosingMixin):
     """The folder of one follower. Raises ``StateError`` if another follower has it."""
 
     def __init__(self, path: Path) -> None:
+        self.current: VersionKey | None = None
         if store_of(path).is_remote:
             raise InvalidArgumentError(f"{path} is in an object store: weights are followed into a folder of this host")
         self.path = path
         check_no_versions(path)
-        posix.make_directory(path)
-        with posix.wrap_os_errors("lock", path / _LOCK):
+        self._open()
+
+    def _open(self) -> None:
+        """Create the folder if it is missing, lock it, and see what it has."""
+        posix.make_directory(self.path)
+        with posix.wrap_os_errors("lock", self.path / _LOCK):
             try:
-                self._lock = FileLock(path / _LOCK)
+                self._lock = FileLock(self.path / _LOCK)
             except BlockingIOError:
                 raise StateError(
-                    f"another follower has {path}: let only one follow into a folder, or pass another one"
+                    f"another follower has {self.path}: let only one follow into a folder, or pass another one"
                 ) from None
         try:
-            self.current = self._read_current()
+            self.current = self._read_current() or self.current
             self._remove_leftovers()
         except BaseException:
             self.close()
             raise
+
+    def hold(self) -> None:
+        """Lock the folder again if somebody has removed it. Raises ``StateError`` if another follower has it since."""
+        with posix.wrap_os_errors("inspect", self._lock.path):
+            is_lost = self._lock.is_lost
+        if is_lost:
+            self._lock.close()
+            self._open()
 
     def _read_current(self) -> VersionKey | None:
         """Return the version that the link leads to. Raises ``InvalidArgumentError`` if something else is there."""

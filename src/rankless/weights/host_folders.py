@@ -62,7 +62,7 @@ class _Here(msgspec.Struct, frozen=True, array_like=True):
     """The report of a rank before rank 0 decides: its host, and the number of the version that it has loaded.
 
     Ranks of one ``host`` see one folder: those of two containers with an ``/dev/shm`` of their own do not. A rank
-    doubts a folder that it could not load from, or that is no longer there.
+    doubts a folder that it could not load from, or of which something is no longer there.
     """
 
     host: str
@@ -129,6 +129,8 @@ class HostFolders:
         session = self._ranks.open_session(self._timeout)
 
         def describe() -> _Here:
+            if self._folder is not None:
+                self._folder.hold()
             has_doubt = self._has_doubt or (self._folder is not None and self._folder.is_removed())
             return _Here(f"{host_id()} {_identify_nearest(self.place or _memory())}", loaded, has_doubt)
 
@@ -191,8 +193,6 @@ class HostFolders:
         """
         if goal.is_doubted:
             self.followed = None
-            if self._folder is not None and not is_directory(self._folder.path):
-                self._let_go()  # it is made anew
         if self._folder is None:
             self._open_folder(Path(goal.folder))
         folder = self._folder

@@ -275,6 +275,25 @@ class TestFoldersOfOthers:
             assert go_to_newest(weights, followed, as_json=True) is None
         assert files_of(current) == training.expected()
 
+    def test_a_folder_that_another_follower_has_made_again_is_left_to_it(self, tmp_path: Path, weights: Path) -> None:
+        first, second = (rankless.WeightFollower(weights, tmp_path / "followed") for _ in range(2))
+        first.update()
+        shutil.rmtree(tmp_path / "followed")
+        second.update()
+        with pytest.raises(rankless.StateError, match="another follower has"):
+            first.update()
+        second.close()
+        assert first.update() is None
+        first.close()
+
+    def test_the_command_locks_a_folder_that_it_makes_again(self, tmp_path: Path, weights: Path) -> None:
+        with FollowedFolder(tmp_path / "followed") as followed:
+            go_to_newest(weights, followed, as_json=True)
+            shutil.rmtree(tmp_path / "followed")
+            assert go_to_newest(weights, followed, as_json=True) is not None
+            with pytest.raises(rankless.StateError, match="another follower has"):
+                FollowedFolder(tmp_path / "followed")
+
 
 def _harm(version: Path, harm: str) -> None:
     """Change or remove the folder of a version, or all that the follower has."""
