@@ -134,8 +134,8 @@ class FollowedFolder(ClosingMixin):
         return self.path / f"{key.number}-{key.id}"
 
     def is_removed(self) -> bool:
-        """Return whether somebody else has removed the files of the current version."""
-        return self.current is not None and not posix.is_directory(self.folder_of(self.current))
+        """Return whether somebody else has removed the files of the current version, or the link to them."""
+        return self.current is not None and self._read_current() != self.current
 
     def update(self, directory: Path, number: int) -> FollowedVersion:
         """Put a version into the folder, and make it the current one. If it is that already, all of it is proven.
@@ -199,6 +199,7 @@ class FollowedFolder(ClosingMixin):
         reader = WeightsReader(directory, manifest, base, route)
         verified_bytes = sum(file.size for file in manifest.files)
         if is_own and not route.steps and self._has_whole(directory, reader):
+            self._make_current(manifest.key)
             return FollowedVersion(manifest, base, route, verified_bytes)
         pending = self.path / f".pending-{secrets.token_hex(8)}"
         posix.make_directory(pending)
@@ -251,10 +252,7 @@ class FollowedFolder(ClosingMixin):
             remove_tree(displaced)
         else:
             rename_path(pending, folder)
-        link = self.path / f".current-{secrets.token_hex(8)}"
-        with posix.wrap_os_errors("link", link):
-            link.symlink_to(folder.name)
-        rename_path(link, self.path / CURRENT)
+        self._make_current(key)
         if key == self.current:
             return folder
         previous, self.current = self.current, key
@@ -264,6 +262,15 @@ class FollowedFolder(ClosingMixin):
                 if _VERSION.fullmatch(name) and name not in kept:
                     remove_tree(self.path / name)
         return folder
+
+    def _make_current(self, key: VersionKey) -> None:
+        """Let the link lead to a version, unless it does."""
+        if self._read_current() == key:
+            return
+        link = self.path / f".current-{secrets.token_hex(8)}"
+        with posix.wrap_os_errors("link", link):
+            link.symlink_to(self.folder_of(key).name)
+        rename_path(link, self.path / CURRENT)
 
     def close(self) -> None:
         """Let another process follow into the folder."""

@@ -275,6 +275,22 @@ class TestFoldersOfOthers:
             assert go_to_newest(weights, followed, as_json=True) is None
         assert files_of(current) == training.expected()
 
+    def test_a_removed_link_is_made_again(self, tmp_path: Path, training: Training, weights: Path) -> None:
+        current = tmp_path / "followed/current"
+        with rankless.WeightFollower(weights, tmp_path / "followed") as follower:
+            follower.update()
+            inode = (current / "model.safetensors").stat().st_ino
+            current.unlink()
+            assert follower.update() is not None
+            assert follower.update() is None
+            assert files_of(current) == training.expected()
+            assert (current / "model.safetensors").stat().st_ino == inode
+            current.unlink()
+            current.write_text("mine")
+            with pytest.raises(InvalidArgumentError, match="current"):
+                follower.update()
+        assert current.read_text() == "mine"
+
     def test_a_folder_that_another_follower_has_made_again_is_left_to_it(self, tmp_path: Path, weights: Path) -> None:
         first, second = (rankless.WeightFollower(weights, tmp_path / "followed") for _ in range(2))
         first.update()
