@@ -76,10 +76,14 @@ class FollowedVersion(NamedTuple):
 
 
 class FollowedFolder(ClosingMixin):
-    """The folder of one follower. Raises ``StateError`` if another follower has it."""
+    """The folder of one follower. Raises ``StateError`` if another follower has it.
 
-    def __init__(self, path: Path) -> None:
+    The version before stays if the folder is for readers, ``keeps_previous``.
+    """
+
+    def __init__(self, path: Path, *, keeps_previous: bool = True) -> None:
         self.current: VersionKey | None = None
+        self._keeps_previous = keeps_previous
         if store_of(path).is_remote:
             raise InvalidArgumentError(f"{path} is in an object store: weights are followed into a folder of this host")
         self.path = path
@@ -256,7 +260,9 @@ class FollowedFolder(ClosingMixin):
         if key == self.current:
             return folder
         previous, self.current = self.current, key
-        kept = {folder.name, *([self.folder_of(previous).name] if previous else [])}
+        kept = {folder.name}
+        if previous is not None and self._keeps_previous:
+            kept.add(self.folder_of(previous).name)
         with suppress(StorageError):  # the next update removes what is left
             for name in posix.list_names(self.path):
                 if _VERSION.fullmatch(name) and name not in kept:

@@ -74,7 +74,8 @@ class HostFolders:
     """The folder of this host, and what this rank does for it.
 
     Without a ``place`` it is a new folder in the memory of each host, which :meth:`close` removes. If only one folder
-    is wanted, ``is_single``, rank 0 follows alone.
+    is wanted, ``is_single``, rank 0 follows alone, and the version before stays for readers. Otherwise the ranks have
+    loaded it, and it would take the memory of another model.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class HostFolders:
     def _open_folder(self, place: Path) -> None:
         if self._is_temporary:
             _remove_of_dead_processes(place.parent)
-        self._folder = folder = FollowedFolder(place)
+        self._folder = folder = FollowedFolder(place, keeps_previous=self._is_single)
         if self._is_temporary:
             if self._remove is not None:
                 self._remove.detach()

@@ -118,6 +118,20 @@ class TestFollowedFolders:
             assert place.exists()
         assert not place.exists()
 
+    @pytest.mark.parametrize("place", ["memory", "disk"])
+    def test_a_folder_for_a_model_has_one_version(self, tmp_path: Path, training: Training, place: str) -> None:
+        folder = None if place == "memory" else tmp_path / "host"
+        with (
+            rankless.WeightPublisher(tmp_path / "weights", async_save=False) as publisher,
+            rankless.WeightFollower(tmp_path / "weights", Net(), folder=folder) as follower,
+        ):
+            for number in range(1, 4):
+                training.step()
+                publisher.publish(training.model)
+                follower.update()
+                assert follower.folder is not None
+                assert [path.name.split("-")[0] for path in follower.folder.glob("[0-9]*-*")] == [str(number)]
+
 
 class TestFoldersOfAnEarlierProcess:
     """What an earlier process has put into a folder was proven then. Bytes may have changed since."""
