@@ -217,6 +217,21 @@ def test_a_corrupt_manifest_of_the_own_version_does_not_hold_up_a_follower(weigh
         assert follower.update() == newest
 
 
+@pytest.mark.parametrize("harm", ["corrupt", "unreadable"])
+def test_a_way_leads_around_a_manifest_that_cannot_be_read(weights: Path, harm: str) -> None:
+    job = Job(weights, anchor_every=2)
+    first = job.publish()
+    with rankless.WeightFollower(weights, weights.with_name("followed")) as follower:
+        assert follower.update() == first
+        path = job.publish().path
+        newest = job.publish()
+        assert newest.is_anchor
+        path.unlink()
+        path.write_bytes(b"{}") if harm == "corrupt" else os.mkfifo(path)
+        assert follower.update() == newest
+    job.assert_loads(newest)
+
+
 def test_a_corrupt_manifest_does_not_hold_up_retention(weights: Path) -> None:
     """Each job publishes one anchor."""
     versions = [Job(weights, keep=1, async_save=False).publish()]
