@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import tempfile
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -40,8 +41,11 @@ _TEMPORARY = re.compile(r"rankless-weights-[0-9a-f]{16}")
 #: The errors of a file system that cannot have the model.
 _NO_MEMORY = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
 
-#: How often the newest version is looked for again if it was removed meanwhile.
+#: How often the newest version is looked for again if it was removed meanwhile, and a new folder is locked.
 _ATTEMPTS = 5
+
+#: The seconds until a new folder is locked again.
+_PAUSE = 0.01
 
 
 @prepared
@@ -222,7 +226,9 @@ class HostFolders:
     def _open_folder(self, place: Path) -> None:
         if self._is_temporary:
             _remove_of_dead_processes(place.parent)
-        self._folder = folder = FollowedFolder(place, keeps_previous=self._is_single)
+            self._folder = folder = _open_new(place)
+        else:
+            self._folder = folder = FollowedFolder(place, keeps_previous=self._is_single)
         if self._is_temporary:
             if self._remove is not None:
                 self._remove.detach()
@@ -258,6 +264,15 @@ def _choose_folder() -> Path:
 def _memory() -> Path:
     """Return the folder in the memory of this host, or else that of temporary files."""
     return _MEMORY if is_directory(_MEMORY) else Path(tempfile.gettempdir())
+
+
+def _open_new(place: Path) -> FollowedFolder:
+    """Open a new folder in memory. For a moment another follower may lock it, to see whether its process is dead."""
+    for _ in range(_ATTEMPTS - 1):
+        with suppress(StateError, StorageError):
+            return FollowedFolder(place, keeps_previous=False)
+        time.sleep(_PAUSE)
+    return FollowedFolder(place, keeps_previous=False)
 
 
 def _identify_nearest(path: Path) -> str:

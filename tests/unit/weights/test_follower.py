@@ -18,6 +18,7 @@ from rankless.cli.follow import go_to_newest
 from rankless.components.component_calls import load_model
 from rankless.errors import InvalidArgumentError, WeightsConflictError
 from rankless.formats.weights import version_reader
+from rankless.storage.file_lock import FileLock
 from rankless.weights.followed_folder import FollowedFolder
 from tests.helpers.corruption import flip_tensor_bit
 from tests.helpers.published_training import Net, Training, files_of
@@ -131,6 +132,33 @@ class TestFollowedFolders:
                 follower.update()
                 assert follower.folder is not None
                 assert [path.name.split("-")[0] for path in follower.folder.glob("[0-9]*-*")] == [str(number)]
+
+    @pytest.mark.parametrize("moment", ["before the lock", "after the removal"])
+    def test_a_new_folder_in_memory_that_another_follower_takes_for_a_dead_one(
+        self, tmp_path: Path, training: Training, moment: str
+    ) -> None:
+        """Another follower of this host looks at it before it is locked."""
+        locks = list[FileLock]()
+
+        def lock_late(path: Path, *, create: bool = True) -> FileLock:
+            if not create:
+                return FileLock(path, create=False)
+            if not locks:
+                locks.append(FileLock(path))
+                if moment == "after the removal":
+                    shutil.rmtree(path.parent)
+                    locks[0].close()
+            elif locks[0].is_open:
+                locks[0].close()
+            return FileLock(path)
+
+        with (
+            rankless.WeightPublisher(tmp_path / "weights", async_save=False) as publisher,
+            rankless.WeightFollower(tmp_path / "weights", Net()) as follower,
+        ):
+            publisher.publish(training.model)
+            with mock.patch("rankless.weights.followed_folder.FileLock", lock_late):
+                assert follower.update() is not None
 
 
 class TestFoldersOfAnEarlierProcess:
