@@ -106,6 +106,7 @@ def _split(command: str) -> list[str]:
 
 def go_to_newest(directory: Path, followed: FollowedFolder, *, as_json: bool) -> FollowedVersion | None:
     """Go to the newest version, and print it; ``None`` if the folder has it."""
+    followed.hold()
     newest = choose_version(directory, followed.current)
     if not followed.is_removed() and newest <= (0 if followed.current is None else followed.current.number):
         return None

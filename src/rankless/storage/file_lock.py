@@ -49,6 +49,17 @@ class FileLock(ClosedInForks):
         """False after :meth:`close`, and in forked processes."""
         return self.fd >= 0
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether another process may lock the path now: this is closed, or the file was removed or replaced."""
+        if not self.is_open:
+            return True
+        try:
+            _check_not_removed(self.path, self.fd)
+        except BlockingIOError:
+            return True
+        return False
+
     def remove(self) -> None:
         """Remove the file, and release the lock. Later calls do nothing."""
         if self.is_open:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from rankless.errors import NoCheckpointError, StateError
+from rankless.errors import CorruptCheckpointError, NoCheckpointError, StateError
 from rankless.formats.weights.version_files import list_numbers, manifest_path, read_manifest
 from rankless.ondisk.weight_versions import VersionKey
 from rankless.storage.store import store_of
@@ -20,14 +20,20 @@ def choose_version(directory: Path, own: VersionKey | None) -> int:
     """Return the number of the newest version; that of the ``own`` one if there is no newer one, 0 if there is none.
 
     A list of an object store may be late: the own version is asked for by its name. Raises ``StateError`` if the
-    directory was made anew: it has another version of that number, or only lower ones.
+    directory was made anew: it has another version of that number, or only lower ones. If the manifest of the own
+    version is corrupt, a newer one need not be based on it: ``CorruptCheckpointError`` is raised without a newer one.
     """
     newest = max(list_numbers(directory), default=0)
     if own is None:
         if not newest:
             check_weights_directory(directory)
         return newest
-    found = _find_key(directory, own.number)
+    try:
+        found = _find_key(directory, own.number)
+    except CorruptCheckpointError:
+        if newest > own.number:
+            return newest
+        raise
     if found == own or not newest or (found is None and newest > own.number):  # retention has removed the own one
         return max(newest, own.number)
     raise StateError(

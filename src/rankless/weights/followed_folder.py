@@ -76,27 +76,44 @@ class FollowedVersion(NamedTuple):
 
 
 class FollowedFolder(ClosingMixin):
-    """The folder of one follower. Raises ``StateError`` if another follower has it."""
+    """The folder of one follower. Raises ``StateError`` if another follower has it.
 
-    def __init__(self, path: Path) -> None:
+    The version before stays if the folder is for readers, ``keeps_previous``.
+    """
+
+    def __init__(self, path: Path, *, keeps_previous: bool = True) -> None:
+        self.current: VersionKey | None = None
+        self._keeps_previous = keeps_previous
         if store_of(path).is_remote:
             raise InvalidArgumentError(f"{path} is in an object store: weights are followed into a folder of this host")
         self.path = path
         check_no_versions(path)
-        posix.make_directory(path)
-        with posix.wrap_os_errors("lock", path / _LOCK):
+        self._open()
+
+    def _open(self) -> None:
+        """Create the folder if it is missing, lock it, and see what it has."""
+        posix.make_directory(self.path)
+        with posix.wrap_os_errors("lock", self.path / _LOCK):
             try:
-                self._lock = FileLock(path / _LOCK)
+                self._lock = FileLock(self.path / _LOCK)
             except BlockingIOError:
                 raise StateError(
-                    f"another follower has {path}: let only one follow into a folder, or pass another one"
+                    f"another follower has {self.path}: let only one follow into a folder, or pass another one"
                 ) from None
         try:
-            self.current = self._read_current()
+            self.current = self._read_current() or self.current
             self._remove_leftovers()
         except BaseException:
             self.close()
             raise
+
+    def hold(self) -> None:
+        """Lock the folder again if somebody has removed it. Raises ``StateError`` if another follower has it since."""
+        with posix.wrap_os_errors("inspect", self._lock.path):
+            is_lost = self._lock.is_lost
+        if is_lost:
+            self._lock.close()
+            self._open()
 
     def _read_current(self) -> VersionKey | None:
         """Return the version that the link leads to. Raises ``InvalidArgumentError`` if something else is there."""
@@ -121,8 +138,8 @@ class FollowedFolder(ClosingMixin):
         return self.path / f"{key.number}-{key.id}"
 
     def is_removed(self) -> bool:
-        """Return whether somebody else has removed the files of the current version."""
-        return self.current is not None and not posix.is_directory(self.folder_of(self.current))
+        """Return whether somebody else has removed the files of the current version, or the link to them."""
+        return self.current is not None and self._read_current() != self.current
 
     def update(self, directory: Path, number: int) -> FollowedVersion:
         """Put a version into the folder, and make it the current one. If it is that already, all of it is proven.
@@ -186,6 +203,7 @@ class FollowedFolder(ClosingMixin):
         reader = WeightsReader(directory, manifest, base, route)
         verified_bytes = sum(file.size for file in manifest.files)
         if is_own and not route.steps and self._has_whole(directory, reader):
+            self._make_current(manifest.key)
             return FollowedVersion(manifest, base, route, verified_bytes)
         pending = self.path / f".pending-{secrets.token_hex(8)}"
         posix.make_directory(pending)
@@ -238,19 +256,27 @@ class FollowedFolder(ClosingMixin):
             remove_tree(displaced)
         else:
             rename_path(pending, folder)
-        link = self.path / f".current-{secrets.token_hex(8)}"
-        with posix.wrap_os_errors("link", link):
-            link.symlink_to(folder.name)
-        rename_path(link, self.path / CURRENT)
+        self._make_current(key)
         if key == self.current:
             return folder
         previous, self.current = self.current, key
-        kept = {folder.name, *([self.folder_of(previous).name] if previous else [])}
+        kept = {folder.name}
+        if previous is not None and self._keeps_previous:
+            kept.add(self.folder_of(previous).name)
         with suppress(StorageError):  # the next update removes what is left
             for name in posix.list_names(self.path):
                 if _VERSION.fullmatch(name) and name not in kept:
                     remove_tree(self.path / name)
         return folder
+
+    def _make_current(self, key: VersionKey) -> None:
+        """Let the link lead to a version, unless it does."""
+        if self._read_current() == key:
+            return
+        link = self.path / f".current-{secrets.token_hex(8)}"
+        with posix.wrap_os_errors("link", link):
+            link.symlink_to(self.folder_of(key).name)
+        rename_path(link, self.path / CURRENT)
 
     def close(self) -> None:
         """Let another process follow into the folder."""

@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import tempfile
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -40,8 +41,11 @@ _TEMPORARY = re.compile(r"rankless-weights-[0-9a-f]{16}")
 #: The errors of a file system that cannot have the model.
 _NO_MEMORY = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
 
-#: How often the newest version is looked for again if it was removed meanwhile.
+#: How often the newest version is looked for again if it was removed meanwhile, and a new folder is locked.
 _ATTEMPTS = 5
+
+#: The seconds until a new folder is locked again.
+_PAUSE = 0.01
 
 
 @prepared
@@ -62,7 +66,7 @@ class _Here(msgspec.Struct, frozen=True, array_like=True):
     """The report of a rank before rank 0 decides: its host, and the number of the version that it has loaded.
 
     Ranks of one ``host`` see one folder: those of two containers with an ``/dev/shm`` of their own do not. A rank
-    doubts a folder that it could not load from, or that is no longer there.
+    doubts a folder that it could not load from, or of which something is no longer there.
     """
 
     host: str
@@ -74,7 +78,8 @@ class HostFolders:
     """The folder of this host, and what this rank does for it.
 
     Without a ``place`` it is a new folder in the memory of each host, which :meth:`close` removes. If only one folder
-    is wanted, ``is_single``, rank 0 follows alone.
+    is wanted, ``is_single``, rank 0 follows alone, and the version before stays for readers. Otherwise the ranks have
+    loaded it, and it would take the memory of another model.
     """
 
     def __init__(
@@ -129,6 +134,8 @@ class HostFolders:
         session = self._ranks.open_session(self._timeout)
 
         def describe() -> _Here:
+            if self._folder is not None:
+                self._folder.hold()
             has_doubt = self._has_doubt or (self._folder is not None and self._folder.is_removed())
             return _Here(f"{host_id()} {_identify_nearest(self.place or _memory())}", loaded, has_doubt)
 
@@ -191,8 +198,6 @@ class HostFolders:
         """
         if goal.is_doubted:
             self.followed = None
-            if self._folder is not None and not is_directory(self._folder.path):
-                self._let_go()  # it is made anew
         if self._folder is None:
             self._open_folder(Path(goal.folder))
         folder = self._folder
@@ -221,7 +226,9 @@ class HostFolders:
     def _open_folder(self, place: Path) -> None:
         if self._is_temporary:
             _remove_of_dead_processes(place.parent)
-        self._folder = folder = FollowedFolder(place)
+            self._folder = folder = _open_new(place)
+        else:
+            self._folder = folder = FollowedFolder(place, keeps_previous=self._is_single)
         if self._is_temporary:
             if self._remove is not None:
                 self._remove.detach()
@@ -257,6 +264,15 @@ def _choose_folder() -> Path:
 def _memory() -> Path:
     """Return the folder in the memory of this host, or else that of temporary files."""
     return _MEMORY if is_directory(_MEMORY) else Path(tempfile.gettempdir())
+
+
+def _open_new(place: Path) -> FollowedFolder:
+    """Open a new folder in memory. For a moment another follower may lock it, to see whether its process is dead."""
+    for _ in range(_ATTEMPTS - 1):
+        with suppress(StateError, StorageError):
+            return FollowedFolder(place, keeps_previous=False)
+        time.sleep(_PAUSE)
+    return FollowedFolder(place, keeps_previous=False)
 
 
 def _identify_nearest(path: Path) -> str:

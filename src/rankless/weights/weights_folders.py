@@ -13,7 +13,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankless.errors import InvalidArgumentError, NoCheckpointError, RanklessError, StorageError, WeightsConflictError
+from rankless.errors import (
+    CorruptCheckpointError,
+    FormatError,
+    InvalidArgumentError,
+    NoCheckpointError,
+    RanklessError,
+    StorageError,
+    WeightsConflictError,
+)
 from rankless.formats.safetensors import has_our_checksums
 from rankless.formats.weights.version_files import list_numbers, manifest_path, read_manifest
 from rankless.ondisk.weight_versions import VersionKey, VersionManifest, anchor_name, delta_name, encode_version
@@ -116,13 +124,20 @@ def remove_unpublished(directory: Path, key: VersionKey) -> None:
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Remove the folders of dead publishers: no manifest names them, and nothing in them has changed for an hour."""
+    """Remove the folders of dead publishers: no manifest names them, and nothing in them has changed for an hour.
+
+    Those with the number of a manifest that cannot be read stay.
+    """
     store = store_of(directory)
     names = [folder.name for folder in store.list_subdirectories(directory)]
     numbered = {name: int(match[2]) for name in names if (match := _FOLDER_NAME.fullmatch(name))}
     for number in sorted(set(numbered.values())):
-        folders = {name for name, of_name in numbered.items() if of_name == number}
-        for name in folders - _named_folders(directory, number):
+        unnamed = {name for name, of_name in numbered.items() if of_name == number}
+        try:
+            unnamed -= _named_folders(directory, number)
+        except (CorruptCheckpointError, FormatError):
+            continue
+        for name in unnamed:
             if store.seconds_unchanged(directory / name) > _ABANDONED_SECONDS:
                 _remove_own_files(directory / name)
 

@@ -204,6 +204,43 @@ def test_a_follower_that_begins_again_while_the_list_is_late(weights: Path) -> N
         assert follower.update() is None
 
 
+def test_a_corrupt_manifest_of_the_own_version_does_not_hold_up_a_follower(weights: Path) -> None:
+    """The newer version is an anchor, which is based on nothing."""
+    version = Job(weights).publish()
+    with rankless.WeightFollower(weights, weights.with_name("followed")) as follower:
+        assert follower.update() == version
+        version.path.write_bytes(version.path.read_bytes()[:-9])
+        with pytest.raises(CorruptCheckpointError, match=version.path.name):
+            follower.update()
+        newest = Job(weights).publish()
+        assert newest.is_anchor
+        assert follower.update() == newest
+
+
+@pytest.mark.parametrize("harm", ["corrupt", "unreadable"])
+def test_a_way_leads_around_a_manifest_that_cannot_be_read(weights: Path, harm: str) -> None:
+    job = Job(weights, anchor_every=2)
+    first = job.publish()
+    with rankless.WeightFollower(weights, weights.with_name("followed")) as follower:
+        assert follower.update() == first
+        path = job.publish().path
+        newest = job.publish()
+        assert newest.is_anchor
+        path.unlink()
+        path.write_bytes(b"{}") if harm == "corrupt" else os.mkfifo(path)
+        assert follower.update() == newest
+    job.assert_loads(newest)
+
+
+def test_a_corrupt_manifest_does_not_hold_up_retention(weights: Path) -> None:
+    """Each job publishes one anchor."""
+    versions = [Job(weights, keep=1, async_save=False).publish()]
+    versions[0].path.write_bytes(b"{}")
+    versions += [Job(weights, keep=1, async_save=False).publish() for _ in range(2)]
+    assert [version.path.exists() for version in versions] == [True, False, True]
+    assert sorted(path.name[:8] for path in weights.glob("anchor-*")) == ["anchor-1", "anchor-3"]
+
+
 def test_a_follower_that_has_the_newest_version_reads_its_manifest_once(weights: Path) -> None:
     Job(weights).publish()
     with rankless.WeightFollower(weights, weights.with_name("followed")) as follower:

@@ -18,6 +18,7 @@ from rankless.cli.follow import go_to_newest
 from rankless.components.component_calls import load_model
 from rankless.errors import InvalidArgumentError, WeightsConflictError
 from rankless.formats.weights import version_reader
+from rankless.storage.file_lock import FileLock
 from rankless.weights.followed_folder import FollowedFolder
 from tests.helpers.corruption import flip_tensor_bit
 from tests.helpers.published_training import Net, Training, files_of
@@ -117,6 +118,47 @@ class TestFollowedFolders:
             assert place is not None
             assert place.exists()
         assert not place.exists()
+
+    @pytest.mark.parametrize("place", ["memory", "disk"])
+    def test_a_folder_for_a_model_has_one_version(self, tmp_path: Path, training: Training, place: str) -> None:
+        folder = None if place == "memory" else tmp_path / "host"
+        with (
+            rankless.WeightPublisher(tmp_path / "weights", async_save=False) as publisher,
+            rankless.WeightFollower(tmp_path / "weights", Net(), folder=folder) as follower,
+        ):
+            for number in range(1, 4):
+                training.step()
+                publisher.publish(training.model)
+                follower.update()
+                assert follower.folder is not None
+                assert [path.name.split("-")[0] for path in follower.folder.glob("[0-9]*-*")] == [str(number)]
+
+    @pytest.mark.parametrize("moment", ["before the lock", "after the removal"])
+    def test_a_new_folder_in_memory_that_another_follower_takes_for_a_dead_one(
+        self, tmp_path: Path, training: Training, moment: str
+    ) -> None:
+        """Another follower of this host looks at it before it is locked."""
+        locks = list[FileLock]()
+
+        def lock_late(path: Path, *, create: bool = True) -> FileLock:
+            if not create:
+                return FileLock(path, create=False)
+            if not locks:
+                locks.append(FileLock(path))
+                if moment == "after the removal":
+                    shutil.rmtree(path.parent)
+                    locks[0].close()
+            elif locks[0].is_open:
+                locks[0].close()
+            return FileLock(path)
+
+        with (
+            rankless.WeightPublisher(tmp_path / "weights", async_save=False) as publisher,
+            rankless.WeightFollower(tmp_path / "weights", Net()) as follower,
+        ):
+            publisher.publish(training.model)
+            with mock.patch("rankless.weights.followed_folder.FileLock", lock_late):
+                assert follower.update() is not None
 
 
 class TestFoldersOfAnEarlierProcess:
@@ -274,6 +316,41 @@ class TestFoldersOfOthers:
             assert go_to_newest(weights, followed, as_json=True) is not None
             assert go_to_newest(weights, followed, as_json=True) is None
         assert files_of(current) == training.expected()
+
+    def test_a_removed_link_is_made_again(self, tmp_path: Path, training: Training, weights: Path) -> None:
+        current = tmp_path / "followed/current"
+        with rankless.WeightFollower(weights, tmp_path / "followed") as follower:
+            follower.update()
+            inode = (current / "model.safetensors").stat().st_ino
+            current.unlink()
+            assert follower.update() is not None
+            assert follower.update() is None
+            assert files_of(current) == training.expected()
+            assert (current / "model.safetensors").stat().st_ino == inode
+            current.unlink()
+            current.write_text("mine")
+            with pytest.raises(InvalidArgumentError, match="current"):
+                follower.update()
+        assert current.read_text() == "mine"
+
+    def test_a_folder_that_another_follower_has_made_again_is_left_to_it(self, tmp_path: Path, weights: Path) -> None:
+        first, second = (rankless.WeightFollower(weights, tmp_path / "followed") for _ in range(2))
+        first.update()
+        shutil.rmtree(tmp_path / "followed")
+        second.update()
+        with pytest.raises(rankless.StateError, match="another follower has"):
+            first.update()
+        second.close()
+        assert first.update() is None
+        first.close()
+
+    def test_the_command_locks_a_folder_that_it_makes_again(self, tmp_path: Path, weights: Path) -> None:
+        with FollowedFolder(tmp_path / "followed") as followed:
+            go_to_newest(weights, followed, as_json=True)
+            shutil.rmtree(tmp_path / "followed")
+            assert go_to_newest(weights, followed, as_json=True) is not None
+            with pytest.raises(rankless.StateError, match="another follower has"):
+                FollowedFolder(tmp_path / "followed")
 
 
 def _harm(version: Path, harm: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from rankless.errors import CorruptCheckpointError, NoCheckpointError
+from rankless.errors import CorruptCheckpointError, NoCheckpointError, StorageError
 from rankless.ondisk.weight_versions import Delta, VersionKey, VersionManifest
 
 #: Reads the manifest of a version by its number. Raises ``NoCheckpointError`` if it was removed.
@@ -53,10 +53,10 @@ def find_route(
     Beyond a number of versions the search ends, and the best way is returned that was found so far.
 
     ``have`` are versions that the reader has at no cost. ``avoided`` are folders whose files are missing or corrupt.
-    Raises ``NoCheckpointError`` if there is no way, because versions were removed; ``CorruptCheckpointError`` if the
-    manifest of one is corrupt.
+    Raises ``NoCheckpointError`` if there is no way, because versions were removed; ``CorruptCheckpointError`` or
+    ``StorageError`` if the manifest of one is corrupt or cannot be read.
     """
-    corrupt: list[CorruptCheckpointError] = []
+    unread: list[Exception] = []
     known: dict[VersionKey, VersionManifest] = {target.key: target}
     seen: set[VersionKey] = set()
     order = count()
@@ -69,15 +69,15 @@ def find_route(
         if way.start in seen:
             continue
         seen.add(way.start)
-        manifest = known.get(way.start) or _find_manifest(way.start, read_manifest, corrupt)
+        manifest = known.get(way.start) or _find_manifest(way.start, read_manifest, unread)
         if manifest is not None:
             for longer in _extend(way, manifest, avoided, oldest):
                 heapq.heappush(ways, (longer.nbytes, next(order), longer))
     found = [way for *_, way in sorted(ways) if way.anchor or way.start in have]
     if found:
         return found[0]
-    if corrupt:
-        raise corrupt[0]
+    if unread:
+        raise unread[0]
     raise NoCheckpointError(
         f"no way leads to version {target.number} of {directory}: versions that it is based on were removed"
     )
@@ -99,16 +99,17 @@ def _extend(way: Route, manifest: VersionManifest, avoided: Collection[str], old
         yield Route(delta.base, "", steps, way.nbytes + delta.nbytes)
 
 
-def _find_manifest(
-    key: VersionKey, read_manifest: ReadManifest, corrupt: list[CorruptCheckpointError]
-) -> VersionManifest | None:
-    """Return the manifest of a version; ``None`` if it was removed, is ``corrupt``, or is that of another publisher."""
+def _find_manifest(key: VersionKey, read_manifest: ReadManifest, unread: list[Exception]) -> VersionManifest | None:
+    """Return the manifest of a version; ``None`` if it was removed, or is that of another publisher.
+
+    So it is if it is corrupt, or cannot be read: ``unread`` gets the error.
+    """
     try:
         manifest = read_manifest(key.number)
     except NoCheckpointError:
         return None
-    except CorruptCheckpointError as error:
-        corrupt.append(error)
+    except (CorruptCheckpointError, StorageError) as error:
+        unread.append(error)
         return None
     return manifest if manifest.key == key else None
 
