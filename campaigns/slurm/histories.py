@@ -31,9 +31,14 @@ class History:
         self._cluster, self._draw = cluster, draw
         self._training = Training(cluster, folder, STEPS, has_tier=draw.random() < _SHARE_WITH_TIER)
         self._down: list[str] = []
+        self._cancelled: set[str] = set()
 
-    def play(self, expected: str, counts: Counter[str]) -> list[int]:
-        """Let random things happen, then let the training finish. Return the steps from which attempts went on."""
+    def play(self, expected: str, counts: Counter[str]) -> list[str]:
+        """Let random things happen, then let the training finish. Return how its attempts went on and ended.
+
+        A job may end without the end of the training in one way only: this history has cancelled it. Everything else
+        must go on by itself: a job is requeued by its script, or by Slurm.
+        """
         script = self._draw.choice([TORCHRUN, SRUN])
         self._training.submit(script, self._draw.choice(_NODES), "--nodes=1-4")
         for _ in range(self._draw.randint(1, MOST_EVENTS)):
@@ -44,10 +49,24 @@ class History:
             counts[event.__name__] += 1
             event(self)
         self.repair()
-        while self._training.end(300) != "COMPLETED" or not self._training.count("finished"):
-            counts["submit again"] += 1
+        while self._end() != "COMPLETED":
             self._training.submit(script, self._draw.choice(_NODES))
-        return self._training.judge(expected)
+        self._training.judge(expected)
+        attempts, starts = self._training.attempts(), self._training.count_starts()
+        self._training.check(len(attempts) <= starts, f"Slurm counts {starts} starts, and the log has {attempts}")
+        polite = sum(attempt.end in {"stopped", "finished"} for attempt in attempts)
+        self._training.check_lines(most=(starts - polite) * max(_NODES))  # one a rank, if an attempt was cut
+        return [f"{one.resumed}-{one.last} {one.end}" for one in attempts]
+
+    def _end(self) -> str:
+        """Let the last job end. Return its state: ``"COMPLETED"``, or ``"CANCELLED"`` if this history did that."""
+        self._training.end(300)
+        state = self._training.state()
+        allowed = {"COMPLETED", "CANCELLED"} if self._training.jobs[-1] in self._cancelled else {"COMPLETED"}
+        self._training.check(state in allowed, f"the job ended {state}, and not {' or '.join(sorted(allowed))}")
+        is_finished = self._training.count("finished") > 0
+        self._training.check(is_finished or state == "CANCELLED", f"the job ended {state} before the training did")
+        return state
 
     def _wait(self) -> None:
         """Wait for a while, in which jobs that were requeued start."""
@@ -105,6 +124,7 @@ class History:
 
     def cancel(self) -> None:
         """Cancel the job."""
+        self._cancelled.add(self._training.jobs[-1])
         ask("scancel", self._training.jobs[-1])
 
     def preempt(self) -> None:
@@ -153,8 +173,8 @@ def play_histories(cluster: Cluster, scratch: Path, events: int, seed: int) -> i
     while counts.total() < events:
         history = History(cluster, scratch / f"history-{number}", random.Random(number))
         try:
-            resumed = history.play(expected, counts)
-            print(f"history {number}: went on from {resumed}; {counts.total()} events", flush=True)
+            attempts = "; ".join(history.play(expected, counts))
+            print(f"history {number}: {attempts}. {counts.total()} events", flush=True)
         except (AssertionError, RuntimeError) as error:
             wrong += 1
             print(f"history {number}: WRONG: {error}", flush=True)

@@ -23,6 +23,9 @@ import rankless
 
 RUN, LOG, SETTINGS = "runs/slurm", "events.log", "settings.json"
 
+#: The bytes of the state: two linear layers of 64 values, each parameter with two moments.
+STATE_BYTES = 2 * (64 * 64 + 64) * 4 * 3
+
 #: How often is saved, and how long a step takes.
 SAVE_EVERY, SECONDS = 10, 0.1
 
@@ -36,9 +39,11 @@ def note(kind: str, value: object) -> None:
 
 
 def listen(event: rankless.Event) -> None:
-    """Note what is durable."""
+    """Note what is durable, and what is complete in the local tier."""
     if isinstance(event, rankless.Saved):
         note("durable", event.step)
+    elif isinstance(event, rankless.SavedLocally):
+        note("local", event.step)
 
 
 def set_gradients(model: torch.nn.Module, step: int) -> None:
@@ -80,6 +85,7 @@ def train(steps: int, tier: str | None) -> bool:
         on_event=listen,
     ) as checkpointer:
         start = checkpointer.resume()
+        note("source", checkpointer.restored.source if checkpointer.restored else "")
         note("resumed", start)
         for step in range(start + 1, steps + 1):
             set_gradients(model, step)
@@ -88,7 +94,10 @@ def train(steps: int, tier: str | None) -> bool:
             note("step", step)
             if checkpointer.step(step):
                 note("stopped", step)
-                return False
+                break
+    note("left", checkpointer.last_step)  # the end of the block has made it durable
+    if checkpointer.last_step < steps:
+        return False
     note("finished", digest(model, optimizer))
     return True
 
@@ -101,7 +110,9 @@ def main() -> int:
     try:
         is_finished = train(settings["steps"], settings["tier"])
     except rankless.SupersededError as error:
-        print(error, file=sys.stderr)
+        note("superseded", str(error))
+        if os.environ["RANK"] == "0":
+            print(error, file=sys.stderr)
         return 0
     if dist.is_initialized():
         dist.destroy_process_group()
