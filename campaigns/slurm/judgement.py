@@ -73,7 +73,8 @@ def find_wrong_steps(notes: Sequence[Note], save_every: int, *, keeps_memory: bo
 _OTHERS = re.compile(
     r"\s*$|\[?(rank\d+\]:)?\[?[IWEF]\d{4} |slurmstepd-|srun: |scancel: |terminate called|\s+what\(\): |"
     r"={10,}|-{10,}|train\.py FAILED|Failures:|Root Cause|\s*<NO_OTHER_FAILURES>|\[\d+\]:|"
-    r"\s+(time|host|rank|exitcode|error_file|traceback) +: |Exception raised from |frame #\d+: |<omitting python frames>|\S*slurm_script: line \d+: |/\S*spool\S*: line "
+    r"\s+(time|host|rank|exitcode|error_file|traceback) +: |Exception raised from |frame #\d+: |"
+    r"<omitting python frames>|\S*slurm_script: line \d+: |/\S*spool\S*: line "
 )
 
 #: The beginning of a traceback, its inner lines, and what joins it to the next one.
