@@ -92,6 +92,15 @@ def lose_a_rank(training: Training, script: str) -> None:
     training.reach(lambda: training.count("resumed") > 1, "the next attempt")
 
 
+def fail_without_requeue(training: Training, script: str) -> None:
+    """Kill a rank of a job that must not be requeued, as in a first try, and submit another one."""
+    job = training.submit(script, 2, "--no-requeue")
+    training.reach_step(15)
+    run("pkill", "--signal", "KILL", "--newest", "--full", "python.* train.py")
+    training.reach(lambda: training.state(job) == "FAILED", "the end of the job")
+    training.submit(script, 2)
+
+
 def preempt(training: Training, script: str) -> None:
     """Submit a job to a partition with a higher priority: it needs all nodes."""
     training.submit(script, 4)
@@ -155,6 +164,7 @@ SCENES = (
     Scene(cancel, ends=("CANCELLED", "COMPLETED"), starts=(2, 2)),
     Scene(signal, starts=(2, 2)),
     Scene(lose_a_rank, starts=(2, 2), cuts=1, has_tier=True, keeps_memory=True),
+    Scene(fail_without_requeue, ends=("FAILED", "COMPLETED"), starts=(2, 2), cuts=1),
     Scene(preempt, starts=(2, 2)),
     Scene(set_a_node_down, starts=(2, 2), cuts=1),
     Scene(lose_a_node, starts=(2, 2), cuts=1),
