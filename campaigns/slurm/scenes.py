@@ -134,7 +134,8 @@ def use_an_array(training: Training, script: str) -> None:
     """Run the elements of an array one after the other, in one run. The first one is stopped."""
     job = training.submit(script, 2, "--array=1-3%1", elements=(1, 2, 3))
     training.reach_step(15)
-    run("scancel", "--signal=TERM", f"{job}_1")
+    element = training.cluster.describe(f"{job}_1")["JobId"]  # with 1_1, Slurm 22.05 also signals those that wait
+    run("scancel", "--signal=TERM", element)
     training.reach(lambda: training.count("resumed") > 1, "the next attempt")
 
 
@@ -156,7 +157,7 @@ def go_to_other_nodes(training: Training, script: str) -> None:
     run("scontrol", "update", f"jobid={job}", "ReqNodeList=n3,n4")
 
 
-#: All scenes. A time limit takes more steps: Slurm compares times every half minute.
+#: All scenes. Some take more steps: Slurm compares times every half minute, and two jobs must train at once.
 SCENES = (
     Scene(finish),
     Scene(reach_the_time_limit, starts=(2, 8), steps=300),
@@ -169,7 +170,7 @@ SCENES = (
     Scene(set_a_node_down, starts=(2, 2), cuts=1),
     Scene(lose_a_node, starts=(2, 2), cuts=1),
     Scene(use_an_array, ends=("COMPLETED",) * 3, starts=(4, 4)),
-    Scene(start_twice, ends=("COMPLETED",) * 2, starts=(2, 2), cuts=1),
+    Scene(start_twice, ends=("COMPLETED",) * 2, starts=(2, 2), cuts=1, steps=300),
     Scene(go_to_other_nodes, starts=(3, 3), has_tier=True, sources=("", "local tier", "run directory")),
 )
 
