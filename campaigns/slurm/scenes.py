@@ -130,13 +130,18 @@ def lose_a_node(training: Training, script: str) -> None:
     node.start()
 
 
-def use_an_array(training: Training, script: str) -> None:
+def use_an_array(training: Training, script: str, *options: str) -> None:
     """Run the elements of an array one after the other, in one run. The first one is stopped."""
-    job = training.submit(script, 2, "--array=1-3%1", elements=(1, 2, 3))
+    job = training.submit(script, 2, "--array=1-3%1", *options, elements=(1, 2, 3))
     training.reach_step(15)
     element = training.cluster.describe(f"{job}_1")["JobId"]  # with 1_1, Slurm 22.05 also signals those that wait
     run("scancel", "--signal=TERM", element)
     training.reach(lambda: training.count("resumed") > 1, "the next attempt")
+
+
+def use_an_array_without_requeue(training: Training, script: str) -> None:
+    """Do the same where no job may be requeued: the element that is stopped fails, and the next one goes on."""
+    use_an_array(training, script, "--no-requeue")
 
 
 def start_twice(training: Training, script: str) -> None:
@@ -170,6 +175,7 @@ SCENES = (
     Scene(set_a_node_down, starts=(2, 2), cuts=1),
     Scene(lose_a_node, starts=(2, 2), cuts=1),
     Scene(use_an_array, ends=("COMPLETED",) * 3, starts=(4, 4)),
+    Scene(use_an_array_without_requeue, ends=("FAILED", "COMPLETED", "COMPLETED"), starts=(3, 3)),
     Scene(start_twice, ends=("COMPLETED",) * 2, starts=(2, 2), cuts=1, steps=300),
     Scene(go_to_other_nodes, starts=(3, 3), has_tier=True, sources=("", "local tier", "run directory")),
 )
