@@ -60,7 +60,7 @@ class History:
 
     def _end(self) -> str:
         """Let the last job end. Return its state: ``"COMPLETED"``, or ``"CANCELLED"`` if this history did that."""
-        self._training.end(300)
+        self._training.end()
         state = self._training.state()
         allowed = {"COMPLETED", "CANCELLED"} if self._training.jobs[-1] in self._cancelled else {"COMPLETED"}
         self._training.check(state in allowed, f"the job ended {state}, and not {' or '.join(sorted(allowed))}")

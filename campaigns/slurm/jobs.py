@@ -33,7 +33,7 @@ _KEPT, _RUN_FILES = 3, {".history", ".journal.jsonl"}
 _SECONDS_BETWEEN = 3.0
 
 #: How many seconds the processes of jobs that have ended may still be there.
-_SECONDS_TO_END = 10.0
+_SECONDS_TO_END = 60.0
 
 #: A tier holds at most three slots, and after a restart one checkpoint more: docs/guides/local-tier.md, *Memory*.
 _CHECKPOINTS_IN_TIER = 4
@@ -73,7 +73,7 @@ class Training:
         """Return how often something was noted."""
         return sum(note.kind == kind for note in self.notes())
 
-    def reach(self, is_reached: Callable[[], bool], what: str, seconds: float = 120) -> None:
+    def reach(self, is_reached: Callable[[], bool], what: str, seconds: float = 600) -> None:
         """Wait until something is so; jobs that wait after a requeue start now."""
         deadline = time.monotonic() + seconds
         while not is_reached():
@@ -107,7 +107,7 @@ class Training:
                     return True
         return False
 
-    def end(self, seconds: float = 300) -> dict[str, str]:
+    def end(self, seconds: float = 900) -> dict[str, str]:
         """Wait until all jobs have ended. Return their states."""
         self.reach(lambda: set(self.states().values()) <= set(ENDED), "the end of the jobs", seconds)
         return self.states()

@@ -126,7 +126,7 @@ def lose_a_node(training: Training, script: str) -> None:
     names = run("scontrol", "show", "hostnames", training.cluster.describe(job)["NodeList"]).split()
     node = training.cluster.nodes[names[-1]]
     node.crash()
-    training.reach(lambda: training.count("resumed") > 1, "the attempt on other nodes", 180)
+    training.reach(lambda: training.count("resumed") > 1, "the attempt on other nodes")
     node.start()
 
 
@@ -183,7 +183,7 @@ SCENES = (
 
 def wait_for_idle_nodes(cluster: Cluster) -> None:
     """Wait until all nodes are idle again."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while (states := cluster.states()) != dict.fromkeys(cluster.nodes, "idle"):
         if time.monotonic() > deadline:
             raise AssertionError(f"nodes are {states}")
