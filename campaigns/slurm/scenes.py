@@ -55,7 +55,7 @@ def finish(training: Training, script: str) -> None:
 
 def reach_the_time_limit(training: Training, script: str) -> None:
     """Let Slurm send SIGTERM before the time limit, again and again."""
-    training.submit(script, 2, "--time=1", "--signal=TERM@45")
+    training.submit(script, 2, "--time=2", "--signal=TERM@45")
 
 
 def requeue(training: Training, script: str) -> None:
@@ -165,7 +165,7 @@ def go_to_other_nodes(training: Training, script: str) -> None:
 #: All scenes. Some take more steps: Slurm compares times every half minute, and two jobs must train at once.
 SCENES = (
     Scene(finish),
-    Scene(reach_the_time_limit, starts=(2, 8), steps=300),
+    Scene(reach_the_time_limit, starts=(2, 6), steps=600),
     Scene(requeue, starts=(3, 3)),
     Scene(cancel, ends=("CANCELLED", "COMPLETED"), starts=(2, 2)),
     Scene(signal, starts=(2, 2)),
