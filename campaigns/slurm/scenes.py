@@ -165,7 +165,7 @@ def go_to_other_nodes(training: Training, script: str) -> None:
 #: All scenes. Some take more steps: Slurm compares times every half minute, and two jobs must train at once.
 SCENES = (
     Scene(finish),
-    Scene(reach_the_time_limit, starts=(2, 6), steps=600),
+    Scene(reach_the_time_limit, starts=(2, 6), steps=900),
     Scene(requeue, starts=(3, 3)),
     Scene(cancel, ends=("CANCELLED", "COMPLETED"), starts=(2, 2)),
     Scene(signal, starts=(2, 2)),
@@ -176,7 +176,7 @@ SCENES = (
     Scene(lose_a_node, starts=(2, 2), cuts=1),
     Scene(use_an_array, ends=("COMPLETED",) * 3, starts=(4, 4)),
     Scene(use_an_array_without_requeue, ends=("FAILED", "COMPLETED", "COMPLETED"), starts=(3, 3)),
-    Scene(start_twice, ends=("COMPLETED",) * 2, starts=(2, 2), cuts=1, steps=300),
+    Scene(start_twice, ends=("COMPLETED",) * 2, starts=(2, 2), cuts=1, steps=900),
     Scene(go_to_other_nodes, starts=(3, 3), has_tier=True, sources=("", "local tier", "run directory")),
 )
 
