@@ -134,8 +134,8 @@ def use_an_array(training: Training, script: str, *options: str) -> None:
     """Run the elements of an array one after the other, in one run. The first one is stopped."""
     job = training.submit(script, 2, "--array=1-3%1", *options, elements=(1, 2, 3))
     training.reach_step(15)
-    element = training.cluster.describe(f"{job}_1")["JobId"]  # with 1_1, Slurm 22.05 also signals those that wait
-    run("scancel", "--signal=TERM", element)
+    element = training.cluster.describe(f"{job}_1")["JobId"]
+    run("scancel", "--signal=TERM", f"{element}.0")  # of an array, Slurm 22.05 would try to signal all elements
     training.reach(lambda: training.count("resumed") > 1, "the next attempt")
 
 
