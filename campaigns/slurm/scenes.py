@@ -172,7 +172,7 @@ SCENES = (
     Scene(lose_a_rank, starts=(2, 2), cuts=1, has_tier=True, keeps_memory=True),
     Scene(fail_without_requeue, ends=("FAILED", "COMPLETED"), starts=(2, 2), cuts=1),
     Scene(preempt, starts=(2, 2)),
-    Scene(set_a_node_down, starts=(2, 2), cuts=1),
+    Scene(set_a_node_down, starts=(2, 2)),
     Scene(lose_a_node, starts=(2, 2), cuts=1),
     Scene(use_an_array, ends=("COMPLETED",) * 3, starts=(4, 4)),
     Scene(use_an_array_without_requeue, ends=("FAILED", "COMPLETED", "COMPLETED"), starts=(3, 3)),

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -26,8 +27,8 @@ RUN, LOG, SETTINGS = "runs/slurm", "events.log", "settings.json"
 #: The bytes of the state: two linear layers of 64 values, each parameter with two moments.
 STATE_BYTES = 2 * (64 * 64 + 64) * 4 * 3
 
-#: How often is saved, and how long a step takes.
-SAVE_EVERY, SECONDS = 10, 0.1
+#: How often is saved, how long a step takes, and how long ranks wait for a dead one: less than ``--signal`` of the guide.
+SAVE_EVERY, SECONDS, WAIT = 10, 0.1, 120
 
 
 def note(kind: str, value: object) -> None:
@@ -83,6 +84,7 @@ def train(steps: int, tier: str | None) -> bool:
         keep=3,
         async_save=True,
         local=local,
+        timeout=WAIT,
         on_event=listen,
     ) as checkpointer:
         start = checkpointer.resume()
@@ -107,7 +109,7 @@ def main() -> int:
     """Train as ``settings.json`` says. Return 0 if no further attempt is needed, as the guide's training does."""
     settings = json.loads(Path(SETTINGS).read_text(encoding="utf-8"))
     if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timedelta(seconds=WAIT))
     try:
         is_finished = train(settings["steps"], settings["tier"])
     except rankless.SupersededError as error:
