@@ -27,7 +27,7 @@ RUN, LOG, SETTINGS = "runs/slurm", "events.log", "settings.json"
 #: The bytes of the state: two linear layers of 64 values, each parameter with two moments.
 STATE_BYTES = 2 * (64 * 64 + 64) * 4 * 3
 
-#: How often is saved, how long a step takes, and how long ranks wait for a dead one: less than ``--signal`` of the guide.
+#: How often is saved, how long a step takes, and how long ranks wait for a dead one: less than ``--signal`` says.
 SAVE_EVERY, SECONDS, WAIT = 10, 0.1, 120
 
 
