@@ -50,7 +50,7 @@ class History:
         must go on by itself: a job is requeued by its script, or by Slurm.
         """
         script = self._draw.choice([TORCHRUN, SRUN])
-        self._training.submit(script, self._draw.choice(_NODES), "--nodes=1-4")
+        self._training.submit(script, self._draw.choice(_NODES))
         for _ in range(self._draw.randint(1, MOST_EVENTS)):
             is_in_steps = self._wait()
             if self._training.state() in ENDED:
