@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -86,10 +86,11 @@ class Training:
         """Start jobs that wait two minutes after a requeue.
 
         Not at once: a node refuses a job whose attempt before it has ended in the same second, or has processes there.
+        Then Slurm holds the job and drains the node.
         """
         for job in self.jobs:
             described = self.cluster.describe(job)
-            if described["JobState"] != "PENDING" or described["Reason"] != "BeginTime" or self._has_processes():
+            if described["JobState"] != "PENDING" or described["Reason"] != "BeginTime" or self._has_steps(described):
                 self._waiting.pop(job, None)
             elif time.monotonic() - self._waiting.setdefault(job, time.monotonic()) > _SECONDS_BETWEEN:
                 ask("scontrol", "update", f"jobid={job}", "StartTime=now")
@@ -106,6 +107,15 @@ class Training:
                 if process.readlink() == self.folder:
                     return True
         return False
+
+    def _has_steps(self, described: Mapping[str, str]) -> bool:
+        """Return whether a node still has processes of an attempt of a job, or Slurm's own that has started them."""
+        title = f"slurmstepd: [{described['JobId']}.".encode()
+        for process in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                if process.read_bytes().startswith(title):
+                    return True
+        return self._has_processes()
 
     def end(self, seconds: float = 900) -> dict[str, str]:
         """Wait until all jobs have ended. Return their states."""
