@@ -71,7 +71,7 @@ def find_wrong_steps(notes: Sequence[Note], save_every: int, *, keeps_memory: bo
 #: Lines of programs and libraries that are not rankless: torch's loggers and C++ code, torchrun's report of failed
 #: ranks, Slurm, and the shell.
 _OTHERS = re.compile(
-    r"\s*$|\[?(rank\d+\]:)?\[?[IWEF]\d{4} |slurmstepd-|srun: |scancel: |terminate called|\s+what\(\): |"
+    r"\s*$|\[?(rank\d+\]:)?\[?[IWEF]\d{4} |slurmstepd-|srun: |scancel: |Requested operation is |terminate called|\s+what\(\): |"
     r"={10,}|-{10,}|train\.py FAILED|Failures:|Root Cause|\s*<NO_OTHER_FAILURES>|\[\d+\]:|"
     r"\s+(time|host|rank|exitcode|error_file|traceback) +: |Exception raised from |frame #\d+: |"
     r"<omitting python frames>|\S*slurm_script: line \d+: |/\S*spool\S*: line "
