@@ -58,11 +58,18 @@ def next_steps(notes: Sequence[Note], save_every: int, *, keeps_memory: bool = F
 
 
 def find_wrong_steps(notes: Sequence[Note], save_every: int, *, keeps_memory: bool = False) -> list[str]:
-    """Return what is wrong with the steps from which the attempts went on."""
+    """Return what is wrong with the steps from which the attempts went on.
+
+    Another job may still save while an attempt loads: what became durable meanwhile may be loaded or not.
+    """
     wrong = []
+    loading: dict[str, set[int]] = {}
     for index, note in enumerate(notes):
-        if note.kind == "resumed":
-            allowed = next_steps(notes[:index], save_every, keeps_memory=keeps_memory)
+        allowed = next_steps(notes[:index], save_every, keeps_memory=keeps_memory)
+        if note.kind == "loading":
+            loading[note.attempt] = allowed
+        elif note.kind == "resumed":
+            allowed |= loading.get(note.attempt, set())
             if note.value not in allowed:
                 wrong.append(f"attempt {note.attempt} went on from {note.value}, and not from one of {sorted(allowed)}")
     return wrong
@@ -71,8 +78,9 @@ def find_wrong_steps(notes: Sequence[Note], save_every: int, *, keeps_memory: bo
 #: Lines of programs and libraries that are not rankless: torch's loggers and C++ code, torchrun's report of failed
 #: ranks, Slurm, and the shell.
 _OTHERS = re.compile(
-    r"\s*$|\[?(rank\d+\]:)?\[?[IWEF]\d{4} |slurmstepd-|srun: |scancel: |Requested operation is |terminate called|\s+what\(\): |"
-    r"={10,}|-{10,}|train\.py FAILED|Failures:|Root Cause|\s*<NO_OTHER_FAILURES>|\[\d+\]:|"
+    r"\s*$|\[?(rank\d+\]:)?\[?[IWEF]\d{4} |slurmstepd-|srun: |scancel: |Requested operation is |"
+    r"terminate called|\s+what\(\): |={10,}|-{10,}|train\.py FAILED|"
+    r"Failures:|Root Cause|\s*<NO_OTHER_FAILURES>|\[\d+\]:|"
     r"\s+(time|host|rank|exitcode|error_file|traceback) +: |Exception raised from |frame #\d+: |"
     r"<omitting python frames>|\S*slurm_script: line \d+: |/\S*spool\S*: line "
 )

@@ -87,6 +87,7 @@ def train(steps: int, tier: str | None) -> bool:
         timeout=WAIT,
         on_event=listen,
     ) as checkpointer:
+        note("loading", RUN)
         start = checkpointer.resume()
         note("source", checkpointer.restored.source if checkpointer.restored else "")
         note("resumed", start)

@@ -40,6 +40,13 @@ def test_nodes_that_keep_their_memory_keep_what_is_complete_in_the_tier() -> Non
     assert next_steps(local, 10) == {10, 20}
 
 
+def test_what_another_job_saves_while_an_attempt_loads_may_be_loaded_or_not() -> None:
+    both = [*FIRST, *notes(("1.0", "step", 20), ("2.0", "loading", "run"), ("1.0", "durable", 20), ("1.0", "step", 21))]
+    assert find_wrong_steps([*both, Note("2.0", "resumed", 10)], 10) == []
+    assert find_wrong_steps([*both, Note("2.0", "resumed", 20)], 10) == []
+    assert len(find_wrong_steps([*both, Note("2.0", "resumed", 0)], 10)) == 1
+
+
 def test_an_attempt_has_an_end() -> None:
     attempts = read_attempts(
         [
