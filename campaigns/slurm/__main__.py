@@ -17,10 +17,7 @@ from campaigns.slurm.cluster import Cluster
 from campaigns.slurm.histories import play_histories
 from campaigns.slurm.jobs import Training, expected_digest
 from campaigns.slurm.packages import DEFAULT_FOLDER, download_packages, lay_over, missing_parts
-from campaigns.slurm.scenes import SCENES, SCRIPTS, WITH_TIER, wait_for_idle_nodes
-
-#: The steps of the training in a scene, and in one that takes longer: Slurm compares times every half minute.
-STEPS, MORE_STEPS = 60, {"reach_the_time_limit": 600}
+from campaigns.slurm.scenes import SCENES, SCRIPTS, wait_for_idle_nodes
 
 
 def main() -> int:
@@ -54,27 +51,33 @@ def _play(arguments: argparse.Namespace) -> int:
     cluster.start()
     if arguments.command == "histories":
         return play_histories(cluster, scratch, arguments.events, arguments.seed)
-    return _play_scenes(cluster, scratch, arguments.names or list(SCENES))
+    return _play_scenes(cluster, scratch, arguments.names)
 
 
 def _play_scenes(cluster: Cluster, scratch: Path, names: list[str]) -> int:
-    expected = {steps: expected_digest(scratch / f"expected-{steps}", steps) for steps in (STEPS, *MORE_STEPS.values())}
-    failed = 0
-    print("| scene | script | job | went on from step | lines of ours |\n|---|---|---|---|---:|", flush=True)
-    for name in names:
+    scenes = {scene.play.__name__: scene for scene in SCENES}
+    chosen = {name: scenes[name] for name in names or scenes}
+    lengths = {scene.steps for scene in chosen.values()}
+    expected = {steps: expected_digest(scratch / f"expected-{steps}", steps) for steps in lengths}
+    right = wrong = 0
+    print("| scene | script | jobs | attempts: from, to, end | lines of ours |\n|---|---|---|---|---:|", flush=True)
+    for name, scene in chosen.items():
         for script in SCRIPTS:
-            steps = MORE_STEPS.get(name, STEPS)
-            training = Training(cluster, scratch / f"{name}-{script}", steps, has_tier=name in WITH_TIER)
+            training = Training(cluster, scratch / f"{name}-{script}", scene.steps, has_tier=scene.has_tier)
             try:
-                state = SCENES[name](training, script)
-                resumed, ours = training.judge(expected[steps]), training.lines_of_ours()
-                print(f"| {name} | {script} | {state} | {resumed} | {len(ours)} |", *ours, sep="\n    ", flush=True)
+                scene.play(training, script)
+                states = ", ".join(training.end().values())
+                lines = scene.judge(training, expected[scene.steps])
+                attempts = "; ".join(f"{one.resumed}, {one.last}, {one.end}" for one in training.attempts())
+                print(f"| {name} | {script} | {states} | {attempts} | {len(lines)} |", *lines, sep="\n    ", flush=True)
+                right += 1
             except (AssertionError, RuntimeError) as error:
-                failed += 1
+                wrong += 1
                 print(f"| {name} | {script} | WRONG: {error} |", flush=True)
                 run("scancel", "--user=root")
             wait_for_idle_nodes(cluster)
-    return int(failed > 0)
+    print(f"{right} right, {wrong} wrong", flush=True)
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import re
 import secrets
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from campaigns.common.programs import ask, run, start
@@ -37,10 +37,11 @@ StateSaveLocation={scratch}/state
 SlurmctldLogFile={scratch}/slurmctld.log
 SlurmdLogFile={scratch}/%n.log
 SlurmctldTimeout=120
-SlurmdTimeout=20
+SlurmdTimeout=45
 InactiveLimit=0
 MinJobAge=86400
-KillWait=30
+KillWait=60
+MessageTimeout=60
 Waittime=0
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=2,sched_min_interval=100000
@@ -49,7 +50,7 @@ PreemptMode=REQUEUE
 JobRequeue=1
 MaxArraySize=1000
 NodeName={nodes} CPUs=8 RealMemory=64000 Gres=gpu:8 State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=90
 PartitionName=urgent Nodes=ALL Default=NO MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=off
 """
 
@@ -94,7 +95,7 @@ class Cluster:
             (self._scratch / f"gpu{number}").touch()
         Path("/etc/slurm/gres.conf").write_text(f"Name=gpu File={self._scratch}/gpu[0-7]\n")
 
-    def _wait_for(self, is_reached: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    def _wait_for(self, is_reached: Callable[[], bool], what: str, seconds: float = 300) -> None:
         deadline = time.monotonic() + seconds
         while not is_reached():
             if time.monotonic() > deadline:
@@ -131,12 +132,3 @@ class Cluster:
     def describe(self, job: str) -> dict[str, str]:
         """Return what ``scontrol show job`` says of a job."""
         return dict(re.findall(r"(\S+?)=(\S*)", run("scontrol", "show", "job", job)))
-
-    def wait(self, job: str, states: Sequence[str], seconds: float = 240) -> dict[str, str]:
-        """Wait until a job is in one of the states, and return its description."""
-        deadline = time.monotonic() + seconds
-        while (described := self.describe(job))["JobState"] not in states:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"job {job} is {described['JobState']}, and not {' or '.join(states)}")
-            time.sleep(0.3)
-        return described

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 _GUIDE = Path(__file__).parents[2] / "docs/guides/slurm.md"
-_BLOCK = re.compile(r"^```(?:python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_TRAINING = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SCRIPT = re.compile(r"^```sh\n(#!/bin/bash\n.*?)^```$", re.MULTILINE | re.DOTALL)
 
 #: The names of the files, in the order of the guide.
 TRAINING, TORCHRUN, SRUN = "train.py", "train.sbatch", "srun.sbatch"
@@ -14,7 +15,8 @@ TRAINING, TORCHRUN, SRUN = "train.py", "train.sbatch", "srun.sbatch"
 
 def write_files(folder: Path) -> None:
     """Write the files of the guide into a folder, from which jobs are submitted."""
-    blocks = _BLOCK.findall(_GUIDE.read_text(encoding="utf-8"))
+    guide = _GUIDE.read_text(encoding="utf-8")
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in zip((TRAINING, TORCHRUN, SRUN), blocks, strict=False):
+    blocks = [*_TRAINING.findall(guide), *_SCRIPT.findall(guide)]
+    for name, text in zip((TRAINING, TORCHRUN, SRUN), blocks, strict=True):
         (folder / name).write_text(text, encoding="utf-8")

@@ -91,6 +91,10 @@ class Node:
         os.kill(self._init, signal.SIGKILL)
         os.waitpid(self._pid, 0)
 
+    def memory(self) -> Path:
+        """Return the path of the ``/dev/shm`` of the node, as this process sees it."""
+        return Path(f"/proc/{self._init}/root/dev/shm")
+
     def cut(self) -> None:
         """Cut the node off the network."""
         run("ip", "link", "set", self._link, "down")

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -23,8 +24,11 @@ import rankless
 
 RUN, LOG, SETTINGS = "runs/slurm", "events.log", "settings.json"
 
-#: How often is saved, and how long a step takes.
-SAVE_EVERY, SECONDS = 10, 0.1
+#: The bytes of the state: two linear layers of 64 values, each parameter with two moments.
+STATE_BYTES = 2 * (64 * 64 + 64) * 4 * 3
+
+#: How often is saved, how long a step takes, and how long ranks wait for a dead one: less than ``--signal`` says.
+SAVE_EVERY, SECONDS, WAIT = 10, 0.1, 120
 
 
 def note(kind: str, value: object) -> None:
@@ -36,9 +40,11 @@ def note(kind: str, value: object) -> None:
 
 
 def listen(event: rankless.Event) -> None:
-    """Note what is durable."""
+    """Note what is durable, and what is complete in the local tier."""
     if isinstance(event, rankless.Saved):
         note("durable", event.step)
+    elif isinstance(event, rankless.SavedLocally):
+        note("local", event.step)
 
 
 def set_gradients(model: torch.nn.Module, step: int) -> None:
@@ -63,6 +69,7 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 def train(steps: int, tier: str | None) -> bool:
     """Train up to a step, or until a signal. Return whether it is finished."""
+    torch.set_num_threads(1)  # MKL's first square root was seen to be less exact in its second thread
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
     if dist.is_initialized():
@@ -77,9 +84,12 @@ def train(steps: int, tier: str | None) -> bool:
         keep=3,
         async_save=True,
         local=local,
+        timeout=WAIT,
         on_event=listen,
     ) as checkpointer:
+        note("loading", RUN)
         start = checkpointer.resume()
+        note("source", checkpointer.restored.source if checkpointer.restored else "")
         note("resumed", start)
         for step in range(start + 1, steps + 1):
             set_gradients(model, step)
@@ -88,7 +98,10 @@ def train(steps: int, tier: str | None) -> bool:
             note("step", step)
             if checkpointer.step(step):
                 note("stopped", step)
-                return False
+                break
+    note("left", checkpointer.last_step)  # the end of the block has made it durable
+    if checkpointer.last_step < steps:
+        return False
     note("finished", digest(model, optimizer))
     return True
 
@@ -97,11 +110,13 @@ def main() -> int:
     """Train as ``settings.json`` says. Return 0 if no further attempt is needed, as the guide's training does."""
     settings = json.loads(Path(SETTINGS).read_text(encoding="utf-8"))
     if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timedelta(seconds=WAIT))
     try:
         is_finished = train(settings["steps"], settings["tier"])
     except rankless.SupersededError as error:
-        print(error, file=sys.stderr)
+        note("superseded", str(error))
+        if os.environ["RANK"] == "0":
+            print(error, file=sys.stderr)
         return 0
     if dist.is_initialized():
         dist.destroy_process_group()
