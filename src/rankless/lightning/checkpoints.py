@@ -27,6 +27,7 @@ from rankless.options import FROZEN
 from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.interrupted_copy import is_interrupted_copy
 from rankless.run.ownership import Replaceable
+from rankless.run.records_folder import keep_records_beside
 from rankless.run.run_store import run_store_of
 from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
@@ -102,6 +103,8 @@ class LightningCheckpoints:
         failures.run(self.finish_pending)
         with failures.raised_after(f"the save of {path} has begun all the same"):
             displaced = _displace_lightning_checkpoint(path, self.replaceable_at(path))
+            if RankGroup().rank == COORDINATOR_RANK:
+                keep_records_beside(path.parent)  # Lightning, and scripts around it, list the folder
             self._handle = save_checkpoint(
                 path.parent,
                 path.name,
