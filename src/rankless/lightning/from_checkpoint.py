@@ -33,10 +33,14 @@ def load_from_checkpoint(module: type[_M], path: str | PathLike[str], **options:
 
     Raises ``NoCheckpointError``, ``FormatError`` or ``CorruptCheckpointError``, and Lightning's errors.
     """
+    options.pop("weights_only", None)  # the file has just been created from tensors and plain values
+    return module.load_from_checkpoint(read_as_file(path), weights_only=False, **options)  # type: ignore[return-value]
+
+
+def read_as_file(path: str | PathLike[str]) -> io.BytesIO:
+    """Return a checkpoint of any format as a file of Lightning in memory, which has its model and its own values."""
     checkpoint = ResumedCheckpoint.open_path(parse_location(path))
     file = io.BytesIO()
     torch.save(lightning_schema({"model": checkpoint.read_model()}, {"user_content": checkpoint.content}), file)
-    del checkpoint
     file.seek(0)
-    options.pop("weights_only", None)  # the file was just created from tensors and plain values
-    return module.load_from_checkpoint(file, weights_only=False, **options)  # type: ignore[return-value]
+    return file
