@@ -161,7 +161,7 @@ def test_two_first_jobs_of_which_one_lists_the_folder_begin_two_runs(tmp_path: P
     jobs = {"listing": rankless.RunDirectory(run), "plain": rankless.RunDirectory(run)}
     keep_records_beside(run)
     jobs["listing"].save("listing_1", {"w": torch.zeros(2)})
-    unseen = mock.patch.object(claims, "records_of", lambda path, names=(): path)
+    unseen = mock.patch.object(claims, "records_of", lambda path, *_: path)
     with unseen, mock.patch.object(claims, "_claimed", {}):
         jobs["plain"].save("plain_1", {"w": torch.zeros(2)})
     jobs["listing"].save("listing_2", {"w": torch.zeros(2)})

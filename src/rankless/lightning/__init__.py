@@ -6,9 +6,9 @@ written in the background; a checkpoint that they replace is removed only when t
 ``"apart"`` puts parameters that are not trained into files of their own, which later checkpoints share.
 
 ``Trainer``, ``ModelCheckpoint`` and ``ckpt_path`` are used as usual. For a run in an object store there is a
-:class:`ModelCheckpoint` here. A native ``.ckpt`` is a folder, which
-``load_from_checkpoint`` of the :class:`LightningModule` here opens; of any other one, :func:`load_from_checkpoint`. Fabric's strategies are in
-:mod:`rankless.lightning.fabric`.
+:class:`ModelCheckpoint` here. A native ``.ckpt`` is a folder, which ``load_from_checkpoint`` of the
+:class:`LightningModule` here opens; for a module of Lightning's own class there is the function
+:func:`load_from_checkpoint`. Fabric's strategies are in :mod:`rankless.lightning.fabric`.
 """
 
 from __future__ import annotations
