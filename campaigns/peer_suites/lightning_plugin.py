@@ -3,8 +3,9 @@
 ``--rankless native`` or ``--rankless lightning`` is the format that the strategies write. ``--rankless off`` replaces
 nothing: these are the results that count as passed by Lightning itself.
 
-A native checkpoint is a folder. So that a test can look into it as it looks into Lightning's file, ``torch.load`` reads
-such a folder, and ``os.path.isfile`` is true of it. What a user calls instead is ``rankless.open``.
+A native checkpoint is a folder. So that a test can look into it as it looks into Lightning's file, ``torch.load`` and
+Lightning's function for that read such a folder, and ``os.path.isfile`` is true of it. What a user calls instead is
+``rankless.open``. What Lightning itself calls is not replaced.
 """
 
 # ruff: noqa: PLC0415 - nothing of Lightning is imported if nothing is replaced
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,21 +78,26 @@ def _replace_everywhere(name: str, original: object, own: object) -> None:
 
 def _open_folders_as_files() -> None:
     import torch
+    from lightning.fabric.utilities import cloud_io
 
     import rankless
     from rankless.formats.native import is_native
 
-    is_file, load = os.path.isfile, torch.load
+    is_file, load_file, load_path = os.path.isfile, torch.load, cloud_io._load
 
     def is_folder(path: Any) -> bool:
         return isinstance(path, str | os.PathLike) and Path(path).is_dir() and is_native(Path(path))
 
-    def load_any(file: Any, *args: Any, **options: Any) -> Any:
-        if not is_folder(file):
-            return load(file, *args, **options)
-        with tempfile.TemporaryDirectory() as folder:
-            rankless.convert(Path(file).resolve(), f"{folder}/one.ckpt", to="lightning")
-            return load(f"{folder}/one.ckpt", *args, **options)
+    def reading_folders(load: Callable[..., Any]) -> Callable[..., Any]:
+        def load_any(file: Any, *args: Any, **options: Any) -> Any:
+            if not is_folder(file):
+                return load(file, *args, **options)
+            with tempfile.TemporaryDirectory() as folder:
+                rankless.convert(Path(file).resolve(), f"{folder}/one.ckpt", to="lightning")
+                return load_file(f"{folder}/one.ckpt", *args, **options)
+
+        return load_any
 
     os.path.isfile = lambda path: is_folder(path) or is_file(path)
-    torch.load = load_any
+    setattr(torch, "load", reading_folders(load_file))  # noqa: B010 - its signature is another one
+    cloud_io._load = reading_folders(load_path)
