@@ -25,7 +25,7 @@ from rankless.run.journal import read_journal
 PROGRAM = Path(__file__).with_name("titan_program.py")
 
 #: Seconds that a job may take.
-_TIMEOUT = 400.0
+_TIMEOUT = 900.0
 
 
 @pytest.fixture(scope="module")

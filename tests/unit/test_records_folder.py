@@ -24,6 +24,7 @@ from rankless.run.journal import read_journal
 from rankless.run.records_folder import FOLDER, JOURNAL, keep_records_beside, records_of
 from rankless.run.rollback import roll_back
 from rankless.storage.object_path import make_object_path
+from tests.golden import reader
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import AWS, FakeS3
 from tests.helpers.run_directories import list_tags, train_as_job
@@ -57,6 +58,7 @@ class TestBesideTheRun:
             train_as_job(run, 2, "step_1")
         assert list_tags(run) == ["step_2@1", "step_3", "step_1", "step_2"]
         assert rankless.restore(run, model={"w": torch.zeros(2)}).tag == "step_2"
+        assert reader.latest(run) == run / "step_2"
         assert [entry.kind for entry in read_journal(run)] == ["saved"] * 4
         shown = subprocess.run(
             [sys.executable, "-m", "rankless", "ls", str(run), "--tree"], capture_output=True, check=True, text=True
