@@ -1,7 +1,7 @@
 """Tests of PyTorch's DCP, or of a framework that saves with it, on the storage of :mod:`rankless.dcp`.
 
 ``--rankless native`` puts rankless's writer and reader in the place of DCP's; ``--rankless off`` replaces nothing.
-Tests that need GPUs run on the CPU with gloo: in a copy, ``cuda`` and ``nccl`` must be replaced by ``cpu`` and ``gloo``.
+Tests that need GPUs run on the CPU with gloo: in a copy, replace ``cuda`` and ``nccl`` by ``cpu`` and ``gloo``.
 """
 
 # ruff: noqa: PLC0415 - rankless is only imported if something is replaced
