@@ -73,7 +73,7 @@ def configure(manager: str, folder: str, steps: int) -> Any:
     config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, 64, steps
     config.training.disable_cuda_graphs, config.parallelism.spmd_backend = True, "partial_dtensor"
     config.lr_scheduler.total_steps = 8  # the same in a job that is stopped before
-    config.validator.enable = False
+    config.validator.enable, config.debug.seed = False, 0
     kinds = {"rankless": rankless.torchtitan.CheckpointManager, "torchtitan": type(config.checkpoint)._owner}
     config.checkpoint = kinds[manager].Config(enable=True, interval=2, keep_latest_k=2, last_save_model_only=False)
     return config
