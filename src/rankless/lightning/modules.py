@@ -10,6 +10,7 @@ from typing import IO, Any, Self
 
 import lightning.pytorch as pl
 
+from rankless.errors import InvalidArgumentError
 from rankless.lightning.from_checkpoint import read_as_file
 from rankless.storage.location import parse_location
 from rankless.storage.store import store_of
@@ -51,7 +52,10 @@ class _FolderOpening:
 
 def _is_folder(path: str | PathLike[str]) -> bool:
     """Return whether a path is a folder, or the URL of a store in which checkpoints are folders."""
-    location = parse_location(path)
+    try:
+        location = parse_location(path)
+    except InvalidArgumentError:  # such as http://, which Lightning knows
+        return False
     return store_of(location).is_remote or store_of(location).is_directory(location)
 
 
