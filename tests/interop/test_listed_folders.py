@@ -125,7 +125,7 @@ class TestModules:
             self.Net.load_from_checkpoint(path, width=6)
 
     def test_an_address_that_only_lightning_knows_is_left_to_it(self) -> None:
-        with pytest.raises(OSError, match="refused|urlopen"):
+        with pytest.raises(OSError, match=r"refused|urlopen"):
             self.Net.load_from_checkpoint("http://127.0.0.1:1/a.ckpt")
 
     def test_it_is_lightnings_module(self) -> None:
