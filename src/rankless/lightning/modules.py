@@ -11,7 +11,7 @@ from typing import IO, Any, Self
 import lightning.pytorch as pl
 
 from rankless.errors import InvalidArgumentError
-from rankless.lightning.from_checkpoint import read_as_file
+from rankless.lightning.checkpoint_file import read_as_file
 from rankless.storage.location import parse_location
 from rankless.storage.store import store_of
 
