@@ -72,8 +72,7 @@ def test_a_training_goes_on_as_if_it_had_not_stopped(folder: Path, whole: dict[i
     assert train(folder, "rankless", "ours", 4) == {step: whole[step] for step in range(1, 5)}
     assert train(folder, "rankless", "ours", 6) == {step: whole[step] for step in (5, 6)}
     checkpoints = folder / "ours/checkpoint"
-    names = [sorted(path.name for path in run.iterdir()) for run in (checkpoints, folder / "whole/checkpoint")]
-    assert names == [["step-4", "step-6"]] * 2
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-4", "step-6"]
     kinds = [entry.kind for entry in read_journal(checkpoints) if entry.kind != "removed"]
     assert kinds == ["saved", "saved", "resumed", "saved"]
     assert int(rankless.open(checkpoints).values["stateful"]["train_state"]["step"]) == 6
