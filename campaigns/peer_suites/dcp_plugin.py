@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
         for name in _GPU_MARKS:
             if hasattr(module, name):
                 setattr(module, name, _keep_test)
-    common.MultiProcessTestCase._spawn_processes = _fork_processes
+    setattr(common.MultiProcessTestCase, "_spawn_processes", _fork_processes)  # noqa: B010 - it is a method to mypy
     torch.cuda.set_device = lambda *_: None
     if config.getoption("--rankless") == "native":
         _replace_storage()

@@ -1,4 +1,4 @@
-"""Tests where the history and the journal of a run lie: in it, or beside it if a framework lists its folder.
+"""Tests where the history and the journal of a run lie: in it, or next to it if a framework lists its folder.
 
 The oracle is what any program sees: the names in the folder, and what all jobs and commands say about the run.
 """
@@ -158,7 +158,7 @@ def _refuse(path: Path) -> None:
 
 
 def test_two_first_jobs_of_which_one_lists_the_folder_begin_two_runs(tmp_path: Path) -> None:
-    """As two first jobs do anywhere. The other one has looked for the folder beside before it was made."""
+    """As two first jobs do anywhere. The other one has looked for the folder next to it before it was made."""
     run = tmp_path / "ckpts"
     jobs = {"listing": rankless.RunDirectory(run), "plain": rankless.RunDirectory(run)}
     keep_records_beside(run)

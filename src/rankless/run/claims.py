@@ -1,6 +1,6 @@
 """The claims of jobs in the history of a run directory, and what one job knows of it.
 
-Each claim is a small file or object ``.history/N.json``, in the run directory or beside it (see
+Each claim is a small file or object ``.history/N.json``, in the run directory or next to it (see
 :mod:`rankless.run.records_folder`), which no other job can create: an :class:`rankless.run.history.Entry`. It is
 never changed, and never removed before its run. Rank 0 of a job claims; the vote of the save tells all ranks.
 

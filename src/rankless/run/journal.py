@@ -1,7 +1,7 @@
 """The journal of a run directory: what happened to its checkpoints, which their manifests do not tell.
 
 Rank 0 of a job appends a line of JSON for each save, each resume and each removal to the hidden file
-``.journal.jsonl``, in the run directory or beside it (:mod:`rankless.run.records_folder`). One of a mebibyte becomes
+``.journal.jsonl``, in the run directory or next to it (:mod:`rankless.run.records_folder`). One of a mebibyte becomes
 ``.journal.1.jsonl``, in place of the one before. The journal is for reports only, and no part of the format: lines
 that cannot be read are skipped, and a failure to write one affects nothing. In an object store each entry is an
 object: see :mod:`rankless.run.object_journal`.

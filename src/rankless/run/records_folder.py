@@ -1,10 +1,10 @@
-"""The place of a run's records, its history and its journal: in the run directory, or in a folder beside it.
+"""The place of a run's records, its history and its journal: in the run directory, or in a folder next to it.
 
 Frameworks, and what people write around them, list the folders of their checkpoints and take each name for one. So
-what writes checkpoints for a framework calls :func:`keep_records_beside` on each rank before a save. That creates the
+what writes checkpoints for a framework calls :func:`keep_records_beside` on rank 0 before a save. That creates the
 folder ``.NAME.rankless`` next to a run directory called ``NAME``, and from then on the records lie there. All else
 follows from what exists, so that any job, command and reader finds the same records: those in the run directory if
-there are any, as of all runs that no framework lists; else those beside it. Nothing is ever moved.
+there are any, as of all runs that no framework lists; else those next to it. Nothing is ever moved.
 
 In an object store the records stay where they are: a framework lists a run there by its checkpoints.
 
@@ -48,10 +48,10 @@ def records_of(run: Path, names: Collection[str] | None = None) -> Path:
 
 
 def keep_records_beside(run: Path) -> None:
-    """Keep the records of a run beside it, unless it has some already. Call it on rank 0, before a save.
+    """Keep the records of a run next to it, unless it has some already. Call it on rank 0, before a save.
 
-    They stay in the run directory, too, if nothing can be created beside it, or if it is where a file system is
-    mounted: what is beside it is elsewhere on another host, and gone with a container.
+    They stay in the run directory, too, if nothing can be created next to it, or if it is where a file system is
+    mounted: what is next to it is elsewhere on another host, and gone with a container.
     """
     if store_of(run).is_remote:
         return
@@ -63,7 +63,7 @@ def keep_records_beside(run: Path) -> None:
 
 
 def _beside(run: Path) -> Path | None:
-    """Return the folder beside a run directory, or beside what it is a link to; ``None`` if it cannot have one."""
+    """Return the folder next to a run directory, or next to what it is a link to; ``None`` if it cannot have one."""
     real = run.resolve()
     name = f".{real.name}.rankless"
     return real.with_name(name) if real.name and len(name.encode(errors="surrogateescape")) <= _MAX_NAME else None
