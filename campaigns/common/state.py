@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from rankless.ondisk.hidden_names import parse_hidden_name
-from rankless.run import claims, journal
+from rankless.run import records_folder
 
 #: Sharded by rows, each rank has one contiguous range; by columns, many short ones, which are exchanged between ranks;
 #: a replica is whole on all ranks.
@@ -69,7 +69,7 @@ def _get_local(tensor: torch.Tensor) -> torch.Tensor:
 
 def read_checkpoints(run: Path) -> dict[str, int]:
     """Read the step of each checkpoint by tag, without rankless. Raises ``ViolationError`` if one is not whole."""
-    other = {journal.NAME, journal.OLDER_NAME, claims.FOLDER}
+    other = {records_folder.JOURNAL, records_folder.OLDER_JOURNAL, records_folder.FOLDER}
     folders = sorted(e for e in run.iterdir() if parse_hidden_name(e.name) is None and e.name not in other)
     return {folder.name: _read_step(folder) for folder in folders}
 

@@ -10,8 +10,8 @@ import rankless
 from campaigns.crash.scenarios import Listing, Save
 from campaigns.crash.training import Training
 from rankless.errors import NoCheckpointError, RanklessError
-from rankless.run.claims import FOLDER
 from rankless.run.cleanup import clean_up
+from rankless.run.records_folder import FOLDER
 from rankless.storage.posix import list_hidden_directories
 
 #: The only message that a single process may get about a checkpoint of several ranks.

@@ -31,6 +31,7 @@ from rankless.named_checkpoints import has_checkpoint
 from rankless.ondisk.validation import check_choice, check_tag
 from rankless.options import FROZEN
 from rankless.run.lookup import resolve_checkpoint_path
+from rankless.run.records_folder import keep_records_beside
 from rankless.run.retention import KeepLast, KeepTags, Retention
 from rankless.storage.directory_trees import remove_tree
 from rankless.storage.location import parse_location
@@ -149,6 +150,8 @@ class CheckpointMixin(_Base):
         if not self.args.save_only_model:
             components |= {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
             components |= {"stateful": self._stateful_objects()}
+        if self._checkpoint_dir is None and self.is_world_process_zero():
+            keep_records_beside(run)  # the output of the training, which may also be uploaded to the Hub as a whole
         state = json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
         # The states of other ranks' trainers say which rank they are of.
         content = {"trainer_state": json.loads(state), "files": sorted(files)}

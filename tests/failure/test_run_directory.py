@@ -20,8 +20,8 @@ from rankless import RunDirectory, api
 from rankless.errors import RanklessError, StorageError, TagExistsError
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.run.catalog import is_run_directory
-from rankless.run.claims import FOLDER
 from rankless.run.lookup import resolve_checkpoint_path
+from rankless.run.records_folder import FOLDER
 from rankless.storage.filesystem_kind import Mount
 from tests.helpers.commands import invoke
 from tests.helpers.pending_locks import lock_pending

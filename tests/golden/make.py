@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import rankless
 from rankless.ondisk.manifest import Provenance
-from rankless.run import claims, journal
+from rankless.run import records_folder
 from rankless.run.history import Job
 from tests.golden.corruptions import DAMAGES, STORED
 from tests.golden.states import GOLDEN, Keeping
@@ -79,7 +79,7 @@ def save_rolled_back(path: Path) -> None:
             first.save(f"step_{step}", {"step": torch.tensor(step)}, step=step, rng=False)
         second.restore("step_1", {"step": torch.tensor(0)}, resume=True)
         second.save("step_2", {"step": torch.tensor(22)}, step=2, rng=False)
-    (path / journal.NAME).unlink()
+    (path / records_folder.JOURNAL).unlink()
 
 
 def stored(name: str) -> Path:
@@ -93,8 +93,8 @@ def main() -> None:
     pool = Ranks()
     for name, golden in GOLDEN.items():
         pool(len(golden().own), save, name, str(V1 / name))
-        (V1 / name / journal.NAME).unlink()  # has the times of this save, and is no part of the format
-        shutil.rmtree(V1 / name / claims.FOLDER)  # has the time and the host of this save
+        (V1 / name / records_folder.JOURNAL).unlink()  # has the times of this save, and is no part of the format
+        shutil.rmtree(V1 / name / records_folder.FOLDER)  # has the time and the host of this save
     pool.close()
     save_rolled_back(V1 / ROLLED_BACK)
     for name in STORED:

@@ -432,6 +432,8 @@ def latest(run: Path) -> Path:
 def newest_entry(run: Path) -> dict[str, Any]:
     """The newest entry of a run's history that is sound; empty if it has none."""
     folder = run / ".history"
+    if not folder.is_dir():
+        folder = run.resolve().with_name(f".{run.resolve().name}.rankless") / ".history"
     names = sorted(folder.glob("[0-9]*.json"), key=lambda path: int(path.stem)) if folder.is_dir() else []
     for path in reversed(names):
         with contextlib.suppress(ValueError):

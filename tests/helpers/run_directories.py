@@ -10,8 +10,7 @@ import torch
 
 import rankless
 from rankless.ondisk.hidden_names import HiddenName
-from rankless.run import journal
-from rankless.run.claims import FOLDER
+from rankless.run import records_folder
 
 DEAD = HiddenName("step_9", "0" * 16, "1" * 16, "partial")
 
@@ -37,7 +36,7 @@ def list_tags(path: Path) -> list[str]:
 
 def list_names(path: Path) -> list[str]:
     """Return the names in a run directory, without those of its journal and its history, which stay."""
-    kept = {journal.NAME, journal.OLDER_NAME, FOLDER}
+    kept = {records_folder.JOURNAL, records_folder.OLDER_JOURNAL, records_folder.FOLDER}
     return sorted(entry.name for entry in path.iterdir() if entry.name not in kept)
 
 

@@ -26,7 +26,7 @@ import rankless
 from rankless import nxd
 from rankless.colossalai import Booster
 from rankless.dcp import FileSystemReader, FileSystemWriter
-from rankless.run.claims import FOLDER
+from rankless.run.records_folder import FOLDER
 from rankless.storage.object_path import ObjectPath
 from tests.helpers.fake_s3 import BUCKET, FakeS3, store_at
 from tests.helpers.pool import Ranks

@@ -19,7 +19,6 @@ from rankless.errors import StateError, SupersededError
 from rankless.run import claims
 from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.claims import (
-    FOLDER,
     Claim,
     JobHistory,
     LoadedBase,
@@ -28,6 +27,7 @@ from rankless.run.claims import (
     read_history,
     read_newest,
 )
+from rankless.run.records_folder import FOLDER
 from rankless.storage.object_path import make_object_path
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import AWS, FakeS3

@@ -16,7 +16,8 @@ from rankless.report.checkpoint_report import ReportOptions
 from rankless.report.run_report import describe_run
 from rankless.run import folder_run_store, journal, object_journal, object_run_store
 from rankless.run.cleanup import clean_up
-from rankless.run.journal import MAX_PLACEMENT, NAME, OLDER_NAME, JournalEntry, append_entry, read_journal
+from rankless.run.journal import MAX_PLACEMENT, JournalEntry, append_entry, read_journal
+from rankless.run.records_folder import JOURNAL, OLDER_JOURNAL
 from rankless.storage.http.connection import HttpResponse
 from tests.helpers.fake_http import FakeStore
 from tests.helpers.fake_s3 import AWS, FakeS3, failure
@@ -43,7 +44,7 @@ def test_it_tells_saves_resumes_failures_and_removals_of_a_training(tmp_path: Pa
     with pytest.raises(rankless.TagExistsError):
         rankless.save_checkpoint(tmp_path, "step_3", model, optimizer, step=3)
     rankless.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
-    lines = [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines() if line]
+    lines = [json.loads(line) for line in (tmp_path / JOURNAL).read_text().splitlines() if line]
     assert [(line["kind"], line["tag"], line.get("step")) for line in lines] == [
         ("saved", "step_1", 1),
         ("saved", "step_2", 2),
@@ -103,7 +104,7 @@ def test_it_is_no_checkpoint_and_survives_all_clean_ups(tmp_path: Path) -> None:
 
 def test_what_is_no_entry_is_skipped(tmp_path: Path) -> None:
     append_entry(tmp_path, entry("a"))
-    with (tmp_path / NAME).open("ab") as file:
+    with (tmp_path / JOURNAL).open("ab") as file:
         file.write(
             b'{"kind":"saved","time":2,"ta\xff\xfe\n[1]\n{}\n\x00\x00\n{"kind":"eaten","time":1,"tag":"x"}\n{"kind'
         )
@@ -124,13 +125,13 @@ def test_what_is_no_entry_is_skipped(tmp_path: Path) -> None:
     ],
 )
 def test_a_line_with_numbers_that_cannot_be_is_skipped(tmp_path: Path, numbers: str) -> None:
-    (tmp_path / NAME).write_text(f'{{"kind":"saved","tag":"x",{numbers}}}\n')
+    (tmp_path / JOURNAL).write_text(f'{{"kind":"saved","tag":"x",{numbers}}}\n')
     append_entry(tmp_path, entry("a"))
     assert [line.tag for line in read_journal(tmp_path)] == ["a"]
 
 
 def test_a_line_that_is_too_long_is_skipped(tmp_path: Path) -> None:
-    (tmp_path / NAME).write_text(f'{{"kind":"saved","time":1,"tag":"{"x" * 5000}"}}\n')
+    (tmp_path / JOURNAL).write_text(f'{{"kind":"saved","time":1,"tag":"{"x" * 5000}"}}\n')
     append_entry(tmp_path, entry("a"))
     assert [line.tag for line in read_journal(tmp_path)] == ["a"]
 
@@ -139,7 +140,7 @@ def test_it_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_run_store, "MAX_BYTES", 1000)
     for number in range(200):
         append_entry(tmp_path, entry(f"tag_{number}", float(number)))
-    assert {path.name for path in tmp_path.iterdir()} == {NAME, OLDER_NAME}
+    assert {path.name for path in tmp_path.iterdir()} == {JOURNAL, OLDER_JOURNAL}
     assert all(path.stat().st_size < 1100 for path in tmp_path.iterdir())
     tags = [line.tag for line in read_journal(tmp_path)]
     assert tags == [f"tag_{number}" for number in range(200 - len(tags), 200)]
@@ -153,7 +154,7 @@ def test_a_line_is_bounded_whatever_the_error_says(tmp_path: Path) -> None:
     assert failed is not None
     append_entry(tmp_path, failed)
     assert len(read_journal(tmp_path)) == 2
-    assert (tmp_path / NAME).stat().st_size < 2 * 4096
+    assert (tmp_path / JOURNAL).stat().st_size < 2 * 4096
 
 
 @pytest.mark.parametrize("kind", ["failed", "resumed", "removed"])
@@ -168,11 +169,11 @@ def test_a_save_succeeds_if_it_cannot_be_written(tmp_path: Path, obstacle: str) 
     run, outside = tmp_path / "run", tmp_path / "outside"
     run.mkdir()
     if obstacle == "directory":
-        (run / NAME).mkdir()
+        (run / JOURNAL).mkdir()
     elif obstacle == "pipe":
-        os.mkfifo(run / NAME)
+        os.mkfifo(run / JOURNAL)
     else:
-        (run / NAME).symlink_to(outside)
+        (run / JOURNAL).symlink_to(outside)
     if obstacle == "link":
         outside.write_text("text")
     with pytest.warns(UserWarning, match="its report will lack"):

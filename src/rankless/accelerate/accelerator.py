@@ -23,6 +23,7 @@ from rankless.errors import InvalidArgumentError, NoCheckpointError
 from rankless.ondisk.validation import check_choice
 from rankless.options import FROZEN
 from rankless.run.catalog import list_checkpoints
+from rankless.run.records_folder import keep_records_beside
 from rankless.run.retention import KeepLast
 from rankless.storage.location import parse_location
 from rankless.storage.store import store_of
@@ -80,6 +81,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the package 
         configuration = self.project_configuration
         is_named = configuration.automatic_checkpoint_naming
         path = self._new_path(output_dir)
+        if is_named and self.is_main_process:
+            keep_records_beside(path.parent)  # Accelerate takes each name there for a checkpoint
         handle = save_checkpoint(
             path.parent,
             path.name,

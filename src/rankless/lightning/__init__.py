@@ -6,9 +6,9 @@ written in the background; a checkpoint that they replace is removed only when t
 ``"apart"`` puts parameters that are not trained into files of their own, which later checkpoints share.
 
 ``Trainer``, ``ModelCheckpoint`` and ``ckpt_path`` are used as usual. For a run in an object store there is a
-:class:`ModelCheckpoint` here. A native ``.ckpt`` is a folder, which
-:func:`load_from_checkpoint` opens in place of ``LightningModule.load_from_checkpoint``. Fabric's strategies are in
-:mod:`rankless.lightning.fabric`.
+:class:`ModelCheckpoint` here. A native ``.ckpt`` is a folder, which ``load_from_checkpoint`` of the
+:class:`LightningModule` here opens; for a module of Lightning's own class there is the function
+:func:`load_from_checkpoint`. Fabric's strategies are in :mod:`rankless.lightning.fabric`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rankless.lightning.from_checkpoint import load_from_checkpoint
     from rankless.lightning.model_checkpoint import ModelCheckpoint
+    from rankless.lightning.modules import LightningDataModule, LightningModule
     from rankless.lightning.trainer import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 __all__ = [
     "DDPStrategy",
     "FSDPStrategy",
+    "LightningDataModule",
+    "LightningModule",
     "ModelCheckpoint",
     "ModelParallelStrategy",
     "SingleDeviceStrategy",
@@ -31,7 +34,12 @@ __all__ = [
 ]
 
 #: The modules of the names that are not in ``trainer``.
-_MODULES = {"load_from_checkpoint": "from_checkpoint", "ModelCheckpoint": "model_checkpoint"}
+_MODULES = {
+    "load_from_checkpoint": "from_checkpoint",
+    "LightningDataModule": "modules",
+    "LightningModule": "modules",
+    "ModelCheckpoint": "model_checkpoint",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -17,7 +17,7 @@ from typing import Any
 from rankless.api import finalize, restore, save_checkpoint
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.vote import COORDINATOR_RANK
-from rankless.errors import InvalidArgumentError, StorageError
+from rankless.errors import InvalidArgumentError, NoCheckpointError, StorageError
 from rankless.formats.native import is_native
 from rankless.lightning.checkpoint_dict import ResumedCheckpoint
 from rankless.lightning.removal import remove_checkpoint
@@ -27,6 +27,7 @@ from rankless.options import FROZEN
 from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.interrupted_copy import is_interrupted_copy
 from rankless.run.ownership import Replaceable
+from rankless.run.records_folder import keep_records_beside
 from rankless.run.run_store import run_store_of
 from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
@@ -102,6 +103,8 @@ class LightningCheckpoints:
         failures.run(self.finish_pending)
         with failures.raised_after(f"the save of {path} has begun all the same"):
             displaced = _displace_lightning_checkpoint(path, self.replaceable_at(path))
+            if RankGroup().rank == COORDINATOR_RANK:
+                keep_records_beside(path.parent)  # Lightning, and scripts around it, list the folder
             self._handle = save_checkpoint(
                 path.parent,
                 path.name,
@@ -125,8 +128,8 @@ class LightningCheckpoints:
         self.finish_pending()
         return restore(path, None, model, optimizer, strict=strict)
 
-    def open_checkpoint(self, path: Path) -> ResumedCheckpoint:
-        """Open a checkpoint on all ranks, after the save in progress is complete."""
+    def open_checkpoint(self, path: Path, name: object) -> ResumedCheckpoint:
+        """Open a checkpoint, called ``name`` by Lightning, on all ranks, after the save in progress is complete."""
         self.finish_pending()
         session = RankGroup().open_session(TIMEOUT)
 
@@ -135,8 +138,14 @@ class LightningCheckpoints:
                 with suppress(StorageError):  # all ranks together raise it next, if it matters
                     run_store_of(path.parent).repair_names()
 
+        def open_existing() -> ResumedCheckpoint:
+            try:
+                return ResumedCheckpoint.open_path(path)
+            except NoCheckpointError as error:  # in the words that programs around Lightning look for
+                raise NoCheckpointError(f"Checkpoint file not found: {name} ({error})") from error
+
         session.run_on_all("finding the checkpoint", finish_replace)
-        return session.run_on_all("opening the checkpoint", lambda: ResumedCheckpoint.open_path(path))
+        return session.run_on_all("opening the checkpoint", open_existing)
 
     def remove_when_durable(self, removal: Callable[[], object]) -> None:
         """Run a removal once everything that was saved is durable; at once if it already is.

@@ -5,16 +5,12 @@ A script calls it in one process.
 
 from __future__ import annotations
 
-import io
 from os import PathLike
 from typing import Any, TypeVar
 
-import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 
-from rankless.conversion.state_dict_schemas import lightning_schema
-from rankless.lightning.checkpoint_dict import ResumedCheckpoint
-from rankless.storage.location import parse_location
+from rankless.lightning.checkpoint_file import read_as_file
 
 _M = TypeVar("_M", bound=LightningModule | LightningDataModule)
 
@@ -33,10 +29,5 @@ def load_from_checkpoint(module: type[_M], path: str | PathLike[str], **options:
 
     Raises ``NoCheckpointError``, ``FormatError`` or ``CorruptCheckpointError``, and Lightning's errors.
     """
-    checkpoint = ResumedCheckpoint.open_path(parse_location(path))
-    file = io.BytesIO()
-    torch.save(lightning_schema({"model": checkpoint.read_model()}, {"user_content": checkpoint.content}), file)
-    del checkpoint
-    file.seek(0)
-    options.pop("weights_only", None)  # the file was just created from tensors and plain values
-    return module.load_from_checkpoint(file, weights_only=False, **options)  # type: ignore[return-value]
+    options.pop("weights_only", None)  # the file has just been created from tensors and plain values
+    return module.load_from_checkpoint(read_as_file(path), weights_only=False, **options)  # type: ignore[return-value]

@@ -130,7 +130,7 @@ class _TrainerStrategy(Strategy):
         """
         del weights_only
         path = self._checkpoints.locate(self.broadcast(checkpoint_path)).resolve()
-        self._checkpoint = self._checkpoints.open_checkpoint(path)
+        self._checkpoint = self._checkpoints.open_checkpoint(path, checkpoint_path)
         read = self._calls_hook(ON_LOAD) or self._loads_by_module
         return self._checkpoint.to_dict(self.lightning_module, read=read)
 

@@ -1,8 +1,8 @@
 """The claims of jobs in the history of a run directory, and what one job knows of it.
 
-Each claim is a small file or object ``RUN/.history/N.json``, which no other job can create: an
-:class:`rankless.run.history.Entry`. It is never changed, and never removed before its run. Rank 0 of a job claims; the
-vote of the save tells all ranks.
+Each claim is a small file or object ``.history/N.json``, in the run directory or next to it (see
+:mod:`rankless.run.records_folder`), which no other job can create: an :class:`rankless.run.history.Entry`. It is
+never changed, and never removed before its run. Rank 0 of a job claims; the vote of the save tells all ranks.
 
 :mod:`rankless.run.catalog` claims in a save (inside the vote on the preparation) and after a load,
 :mod:`rankless.tier.job` in a load with a local tier, and ``rankless rollback`` in a process of its own. The exclusive
@@ -30,11 +30,9 @@ from rankless.observe.warning import warn_caller
 from rankless.ondisk.manifest import EditRecord
 from rankless.process.prepared_types import prepared
 from rankless.run.history import Entry, FoundCheckpoint, Job, KnownCheckpoint, cut_line
+from rankless.run.records_folder import FOLDER, records_of
 from rankless.storage import posix
 from rankless.storage.store import map_requests, store_of
-
-#: The folder of the history in a run directory.
-FOLDER = ".history"
 
 _SUFFIX = ".json"
 
@@ -227,31 +225,41 @@ def read_history(run: Path) -> Entry:
 
 def read_history_in(run: Path, names: Collection[str]) -> tuple[Entry, int]:
     """Return the newest entry and the highest number as :func:`read_newest`. ``names`` are those in the directory."""
-    return read_newest(run) if FOLDER in names else (Entry(), 0)
+    return _read_newest(records_of(run, names) / FOLDER)
 
 
 def read_newest(run: Path) -> tuple[Entry, int]:
-    """Return the newest entry that is not corrupt, and the highest number.
+    """Return the newest entry that is not corrupt, and the highest number."""
+    return _read_newest(_folder_of(run))
+
+
+def _folder_of(run: Path) -> Path:
+    """Return the folder that has, or will have, the entries of a run."""
+    return records_of(run) / FOLDER
+
+
+def _read_newest(folder: Path) -> tuple[Entry, int]:
+    """Return the newest entry in a folder that is not corrupt, and the highest number.
 
     An entry that is listed, but not found, is looked for again: replicas lag, and entries are never removed.
     """
     for _ in range(_READ_ATTEMPTS):
-        etags = _list_entries(run)
+        etags = _list_entries(folder)
         with suppress(FileNotFoundError):
             for number, etag in sorted(etags.items(), reverse=True):
-                if (entry := _read_listed(run, number, etag)) is not None:
+                if (entry := _read_listed(folder, number, etag)) is not None:
                     return entry, max(etags)
             return Entry(), max(etags, default=0)
         time.sleep(_READ_SECONDS)
-    path = _path_of(run, number)
+    path = _path_of(folder, number)
     raise StorageError(
         errno.EIO, f"{path} is listed, but cannot be found: try again, or remove it if it is a broken link"
     )
 
 
-def _list_entries(run: Path) -> dict[int, str]:
+def _list_entries(folder: Path) -> dict[int, str]:
     """Return the numbers of all entries, in an object store with their versions."""
-    etags = store_of(run).list_entries(run / FOLDER)
+    etags = store_of(folder).list_entries(folder)
     stems = {name.removesuffix(_SUFFIX): etag for name, etag in etags.items() if name.endswith(_SUFFIX)}
     return {int(stem): etag for stem, etag in stems.items() if _STEM.fullmatch(stem)}
 
@@ -263,9 +271,9 @@ _entries: dict[tuple[Path, str], Entry] = {}
 _passed_over: set[Path] = set()
 
 
-def _read_listed(run: Path, number: int, etag: str) -> Entry | None:
+def _read_listed(folder: Path, number: int, etag: str) -> Entry | None:
     """Return an entry; ``None``, with a warning, if it is corrupt. Raises ``FileNotFoundError`` if it is not found."""
-    path = _path_of(run, number)
+    path = _path_of(folder, number)
     if etag and (path, etag) in _entries:
         return _entries[path, etag]
     entry = _decode_entry(path) or _decode_entry(path)  # bytes may change on their way
@@ -299,9 +307,10 @@ def _decode_entry(path: Path) -> Entry | None:
 
 def _find_entry(run: Path, number: int) -> Entry | None:
     """Return one entry; ``None`` if there is none, because the directory has lost it, or if it is corrupt."""
-    etags = _list_entries(run)
+    folder = _folder_of(run)
+    etags = _list_entries(folder)
     with suppress(FileNotFoundError):
-        return _read_listed(run, number, etags[number]) if number in etags else None
+        return _read_listed(folder, number, etags[number]) if number in etags else None
     return None
 
 
@@ -323,7 +332,8 @@ def read_entries(run: Path, wanted: Collection[int] = ()) -> ShownHistory:
     from the newest to the oldest. What cannot be read is counted, and raises nothing. A branch that a newer entry has
     is left out of the older ones.
     """
-    listed = _list_entries(run)
+    folder = _folder_of(run)
+    listed = _list_entries(folder)
     newest = max(listed, default=0)
     by_use = sorted(listed, key=lambda number: (number != newest, number not in wanted, -number))
     chosen = sorted(by_use[:_MAX_SHOWN], reverse=True)
@@ -333,7 +343,8 @@ def read_entries(run: Path, wanted: Collection[int] = ()) -> ShownHistory:
     while looked_at < len(chosen) and nbytes < _MAX_SHOWN_BYTES:
         batch = chosen[looked_at : looked_at + _BATCH]
         looked_at += len(batch)
-        for number, (entry, size) in zip(batch, map_requests(lambda one: _look_at_entry(run, one), batch), strict=True):
+        looks = map_requests(lambda one: _look_at_entry(_path_of(folder, one)), batch)
+        for number, (entry, size) in zip(batch, looks, strict=True):
             nbytes += size
             if entry is not None and entry.number == number:
                 new = {name: branch for name, branch in entry.runs.items() if (name, branch.incarnation) not in seen}
@@ -342,9 +353,8 @@ def read_entries(run: Path, wanted: Collection[int] = ()) -> ShownHistory:
     return ShownHistory(entries, looked_at - len(entries), len(listed) - looked_at)
 
 
-def _look_at_entry(run: Path, number: int) -> tuple[Entry | None, int]:
+def _look_at_entry(path: Path) -> tuple[Entry | None, int]:
     """Return an entry and its size in bytes; no entry if it is corrupt or cannot be read."""
-    path = _path_of(run, number)
     try:
         data = store_of(path).read_small(path, _MAX_BYTES)
         return msgspec.json.decode(data, type=Entry), len(data)
@@ -352,8 +362,8 @@ def _look_at_entry(run: Path, number: int) -> tuple[Entry | None, int]:
         return None, 0
 
 
-def _path_of(run: Path, number: int) -> Path:
-    return run / FOLDER / f"{number:08d}{_SUFFIX}"
+def _path_of(folder: Path, number: int) -> Path:
+    return folder / f"{number:08d}{_SUFFIX}"
 
 
 def _create(run: Path, entry: Entry) -> bool:
@@ -361,12 +371,13 @@ def _create(run: Path, entry: Entry) -> bool:
 
     Raises ``StateError`` if no reader would find an entry of this number: a file of a stranger has the highest one.
     """
-    path, data = _path_of(run, entry.number), msgspec.json.encode(entry)
+    folder = _folder_of(run)
+    path, data = _path_of(folder, entry.number), msgspec.json.encode(entry)
     if not _STEM.fullmatch(path.stem):
-        highest = _path_of(run, entry.number - 1)
+        highest = _path_of(folder, entry.number - 1)
         raise StateError(f"no number above that of {highest} is left for a job: move that file elsewhere")
     store = store_of(run)
-    store.make_folder(run / FOLDER)
+    store.make_folder(folder)
     return store.create_small(path, data)
 
 
@@ -381,7 +392,7 @@ def add_entry(run: Path, make: Callable[[Entry, int], E], seen: tuple[Entry, int
         if entry is None or _create(run, entry):
             return entry
         seen = None
-    raise StorageError(f"could not write into {run / FOLDER}: other jobs do all the time")
+    raise StorageError(f"could not write into {_folder_of(run)}: other jobs do all the time")
 
 
 def remove_drafts(run: Path, seconds: float) -> None:
@@ -389,8 +400,9 @@ def remove_drafts(run: Path, seconds: float) -> None:
 
     A job that is only stopped there gets an error when it goes on.
     """
-    for name in posix.list_names(run / FOLDER):
-        draft = run / FOLDER / name
+    folder = _folder_of(run)
+    for name in posix.list_names(folder):
+        draft = folder / name
         with suppress(StorageError):  # it has become an entry meanwhile, or another clean-up has removed it
             if _DRAFT.fullmatch(name) and time.time() - posix.last_change_time(draft) > seconds:
                 posix.remove_file(draft)
@@ -401,7 +413,7 @@ def read_token(run: Path) -> str:
 
     A copy of the directory has the same one.
     """
-    entry = _find_entry(run, min(_list_entries(run), default=0))
+    entry = _find_entry(run, min(_list_entries(_folder_of(run)), default=0))
     return "" if entry is None else entry.job.token
 
 
@@ -436,7 +448,7 @@ def is_of_earlier_job(run: Path, claimed: Claim, job: JobHistory) -> bool:
 
 def warn_of_lost_history(run: Path, claimed: Claim) -> None:
     """Warn if the entry of a job, which is not listed, is really missing: a list may lag."""
-    if not store_of(run).is_file(_path_of(run, claimed.incarnation)):
+    if not store_of(run).is_file(_path_of(_folder_of(run), claimed.incarnation)):
         warn_caller(
             f"{run} has lost the history that this job has written into it: the directory was moved or removed "
             "meanwhile. What was saved before is where it was moved to; what is saved now is here"

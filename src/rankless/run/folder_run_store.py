@@ -25,8 +25,9 @@ from rankless.run.checkpoint_info import (
     with_added_metrics,
 )
 from rankless.run.claims import read_history_in
-from rankless.run.journal import MAX_BYTES, NAME, OLDER_NAME
+from rankless.run.journal import MAX_BYTES
 from rankless.run.owned_lock import ABANDONED_SECONDS, OwnedLock, acquire_as_owner
+from rankless.run.records_folder import JOURNAL, OLDER_JOURNAL, records_of
 from rankless.run.run_store import StaleDirectory
 from rankless.run.tier_parts_removal import FOLDER as PARTS
 from rankless.run.tier_parts_removal import LOCK as PARTS_LOCK
@@ -180,12 +181,14 @@ class FolderRunStore(msgspec.Struct, frozen=True):
     def append_journal(self, line: bytes, written_at: float, *, create: bool) -> None:
         """See :class:`RunStore`. The time is in the line."""
         del written_at
-        append_line(self.run / NAME, line, limit=MAX_BYTES, older=self.run / OLDER_NAME, create=create)
+        folder = records_of(self.run)
+        append_line(folder / JOURNAL, line, limit=MAX_BYTES, older=folder / OLDER_JOURNAL, create=create)
 
     def read_journal(self, count: int, max_bytes: int) -> Sequence[bytes]:
         """See :class:`RunStore`."""
         del count, max_bytes
-        return [line for name in (OLDER_NAME, NAME) for line in read_lines(self.run / name, 2 * MAX_BYTES)]
+        folder = records_of(self.run)
+        return [line for name in (OLDER_JOURNAL, JOURNAL) for line in read_lines(folder / name, 2 * MAX_BYTES)]
 
     def check_output_name(self, name: str) -> None:
         """See :class:`RunStore`. Saves hide what is not complete."""

@@ -1,9 +1,10 @@
 """The journal of a run directory: what happened to its checkpoints, which their manifests do not tell.
 
 Rank 0 of a job appends a line of JSON for each save, each resume and each removal to the hidden file
-``.journal.jsonl``. One of a mebibyte becomes ``.journal.1.jsonl``, in place of the one before. The journal is for
-reports only, and no part of the format: lines that cannot be read are skipped, and a failure to write one affects
-nothing. In an object store each entry is an object: see :mod:`rankless.run.object_journal`.
+``.journal.jsonl``, in the run directory or next to it (:mod:`rankless.run.records_folder`). One of a mebibyte becomes
+``.journal.1.jsonl``, in place of the one before. The journal is for reports only, and no part of the format: lines
+that cannot be read are skipped, and a failure to write one affects nothing. In an object store each entry is an
+object: see :mod:`rankless.run.object_journal`.
 
 Saves, drains and loads append in the thread that reports their events; retention and ``rankless prune`` append what
 they remove. The report, ``rankless top`` and :mod:`rankless.save.cadence` read it. One line is one ``write``, and
@@ -25,9 +26,6 @@ from rankless.observe.events import DrainFailed, Event, Loaded, Saved, SaveFaile
 from rankless.observe.warning import warn_caller
 from rankless.process.prepared_types import prepared
 from rankless.run.run_store import run_store_of, tag_of
-
-#: The names of the journal, and of the one before.
-NAME, OLDER_NAME = ".journal.jsonl", ".journal.1.jsonl"
 
 #: The bytes from which on a journal is replaced by a new one.
 MAX_BYTES = 2**20

@@ -478,6 +478,12 @@ def is_directory(path: Path) -> bool:
         return path.is_dir()
 
 
+def is_mounted(path: Path) -> bool:
+    """Return whether the path is where a file system is mounted."""
+    with wrap_os_errors("inspect", path):
+        return path.is_mount()
+
+
 def is_link(path: Path) -> bool:
     """Return whether the path is a symbolic link."""
     with wrap_os_errors("inspect", path):

@@ -25,10 +25,12 @@ from rankless.dcp.reader.dcp_directory import is_dcp
 from rankless.dcp.storage_reader import FileSystemReader
 from rankless.engine.comm.call_check import CallDescription, vote_same_call
 from rankless.engine.comm.session import RankGroup
+from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.errors import InvalidArgumentError, TagExistsError
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.validation import check_choice, check_timeout
 from rankless.options import STAGING
+from rankless.run.records_folder import keep_records_beside
 from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
 from rankless.state.training import TrainingObjects
@@ -217,6 +219,8 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # the pac
             self.save_future = self._save_checkpoint(step, components, async_save)
 
     def _save_checkpoint(self, step: int, components: dict[str, Any], async_save: bool) -> SaveHandle[Any]:
+        if self._ranks.rank == COORDINATOR_RANK:
+            keep_records_beside(self.folder)
         return save_checkpoint(
             self.folder,
             tag_of(step),

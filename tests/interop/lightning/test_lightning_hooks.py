@@ -564,3 +564,9 @@ def test_strategies_of_all_layouts_take_no_address() -> None:
     for layout in ("plain", "ddp", "fsdp1"):
         with pytest.raises(InvalidArgumentError, match="no store that rankless knows"):
             make_strategy(layout).load_checkpoint("memory://a")
+
+
+@pytest.mark.parametrize("kind", ["theirs", "native", "lightning"])
+def test_a_missing_checkpoint_is_named_in_lightnings_words(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(FileNotFoundError, match=r"Checkpoint file not found: missing\.ckpt"):
+        run(tmp_path, kind, 2).fit(Hooked(), make_data(), ckpt_path="missing.ckpt")

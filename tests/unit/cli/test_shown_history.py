@@ -17,8 +17,9 @@ import pytest
 
 import rankless
 from rankless.run import claims
-from rankless.run.claims import FOLDER, read_entries
+from rankless.run.claims import read_entries
 from rankless.run.history import Branch, Entry, Job
+from rankless.run.records_folder import FOLDER
 from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.run_directories import save_step, train_as_job

@@ -22,7 +22,8 @@ from rankless.report.run_report import describe_run
 from rankless.report.statistics import statistics_columns
 from rankless.report.tensor_columns import NamedTensor
 from rankless.report.timeline import build_timeline
-from rankless.run.journal import NAME, JournalEntry
+from rankless.run.journal import JournalEntry
+from rankless.run.records_folder import JOURNAL
 from tests.helpers.front_coded import decode_names
 from tests.helpers.large_pages import make_large_page, measure
 from tests.helpers.run_directories import train_as_job
@@ -98,7 +99,7 @@ def test_it_tells_what_is_trained_and_what_is_shared(run: Path) -> None:
 
 
 def test_a_run_without_a_journal_has_what_manifests_know(run: Path, tmp_path: Path) -> None:
-    journal = run / NAME
+    journal = run / JOURNAL
     journal.rename(tmp_path / "away")
     data = describe_run(run, "step_3", PLAIN)
     (tmp_path / "away").rename(journal)
@@ -220,7 +221,7 @@ class TestRunThatWentBack:
 
     def test_without_a_journal_the_manifests_tell_it(self, path: Path, tmp_path: Path) -> None:
         copy = shutil.copytree(path, tmp_path / "run")
-        (copy / NAME).unlink()
+        (copy / JOURNAL).unlink()
         data = describe_run(copy, "step_2", PLAIN)
         expected = [("step_1", False), ("step_2", True), ("step_3", True), ("step_2", False)]
         assert self.abandoned_saves(data) == expected
