@@ -186,7 +186,7 @@ class RunFolderOutput:
         if base is None or not all(posted) or not saves:
             return []
         self._sharing_saves = saves
-        ranks = [msgspec.msgpack.decode(raw, type=_Samples) for raw in posted]
+        ranks = [msgspec.msgpack.decode(raw, type=_Samples) for raw in dict.fromkeys(posted)]  # mostly equal ones
         return [rank.files for rank in ranks] if {rank.base for rank in ranks} == {base.id} else []
 
     @traced("create the files", "write")

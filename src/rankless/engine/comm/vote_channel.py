@@ -7,6 +7,8 @@ back to it. A rank must post :meth:`give_up` before it raises, because rank 0 lo
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from rankless.engine.comm.job_store import DeadlineStore
 
 #: The names of messages for all ranks: rank 0 has found all outcomes, its decision, and the type of a rank's error.
@@ -24,7 +26,11 @@ class VoteChannel:
 
     def __init__(self, store: DeadlineStore, vote: int | str, size: int) -> None:
         self._store, self._vote, self.size = store, vote, size
-        self._rank_keys = [self._key(rank) for rank in range(size)]
+
+    @cached_property
+    def _rank_keys(self) -> list[str]:
+        """The keys of all ranks: most ranks of a large job need only their own."""
+        return [self._key(rank) for rank in range(self.size)]
 
     @property
     def outcome_keys(self) -> list[str]:
@@ -43,7 +49,7 @@ class VoteChannel:
 
     def post_outcome(self, rank: int, outcome: bytes) -> None:
         """Post the outcome of a rank."""
-        self._store.set(self._rank_keys[rank], outcome)
+        self._store.set(self._key(rank), outcome)
 
     def post_failure(self, kind: str) -> None:
         """Publish that a rank has failed, with the name of its error's type."""
@@ -99,7 +105,7 @@ class VoteChannel:
 
     def has_posted(self, rank: int) -> bool:
         """Return whether a rank has posted."""
-        return self._store.check([self._rank_keys[rank]])
+        return self._store.check([self._key(rank)])
 
     def give_up(self) -> None:
         """Publish that a rank has timed out: it has raised already, so nothing may be committed."""
@@ -119,7 +125,7 @@ class VoteChannel:
 
     def depart(self, rank: int) -> None:
         """Post that a rank leaves. No rank but rank 0 waits for others."""
-        self._store.set(self._rank_keys[rank])
+        self._store.set(self._key(rank))
 
     def close(self) -> None:
         """End the vote on this rank, which knows the decision or has timed out."""

@@ -1,0 +1,128 @@
+"""What simulated ranks report and send: from plans of the product, for a few ranks, and from the layout for all others.
+
+Under FSDP2 the fragments of a rank are its shards, cut at the edges of blocks: no plan is needed for them. Values that
+all ranks hold, the steps of AdamW, are dealt out: which rank writes one depends on the plan, but one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.simulated_training import Training
+from rankless.engine.comm.spec_directory import SpecDigests, SpecDirectory, digest_specs
+from rankless.engine.integrity.fragments import FragmentTable, encode_fragments
+from rankless.engine.io.requests import Fragments, merge_fragments
+from rankless.engine.plan.cell_transfers import cut_out
+from rankless.engine.plan.file_ranges import split_at_blocks
+from rankless.engine.plan.global_spec import GlobalSpec
+from rankless.engine.plan.save_plan import SavePlan, plan_save
+from rankless.ondisk.block_crcs import BLOCK_BYTES, Fragment, crc64
+from rankless.ondisk.data_files import parse_size
+from rankless.options import SaveOptions
+from rankless.state.capture import capture_training
+from rankless.state.training import TrainingObjects
+
+#: Of jobs with at most so many ranks, all plans are made.
+ALL_PLANNED = 64
+
+
+class Reports:
+    """The encoded CRCs of each rank, whose bytes are zeros, and the sizes of messages to rank 0."""
+
+    def __init__(self, training: Training, size: int, host_of: Sequence[int], rng: bool) -> None:
+        self._size, self._host_of = size, host_of if len(set(host_of)) > 1 else ()
+        captured = capture_training(TrainingObjects(training.model, training.optimizer, rng=rng), 0)
+        self._spec, self._meshes = captured.inventory.build_spec(), captured.inventory.build_meshes()
+        self._shapes = {(tensor.group, tensor.name): tensor for tensor in self._spec.tensors}
+        self._plan = self.plan(0)
+        ranks, sizes = self._plan.received.ranks, self._plan.received.sizes
+        self.message_sizes = dict(enumerate(np.bincount(ranks, sizes, size).astype(int).tolist())) if len(ranks) else {}
+        self._numbers = {key: number for number, key in enumerate(self._plan.tensors)}
+        self._even = self._list_even()
+        self._own = [tensor.name for tensor in self._spec.tensors if tensor.group == "own"]
+        self._whole = self._list_whole()
+        self._planned: dict[int, bytes] = {}
+
+    def plan(self, rank: int) -> SavePlan:
+        """Return the plan of a rank."""
+        limit = parse_size(SaveOptions().max_shard_size)
+        return plan_save(build_spec_of_all(self._spec, self._meshes, self._size), rank, limit, self._host_of)
+
+    def of(self, rank: int) -> bytes:
+        """Return the report of a rank."""
+        if self._size > ALL_PLANNED:
+            return self.derived(rank)
+        if rank not in self._planned:
+            self._planned[rank] = encode_fragments(self.planned(rank))
+        return self._planned[rank]
+
+    def planned(self, rank: int) -> Fragments:
+        """Return the fragments of a rank from its plan."""
+        plan = self.plan(rank)
+        kept, cut = cut_out(plan.file_ranges, plan.sent)
+        ranges = [*kept, *(part for _, parts in cut for part in parts)]
+        pieces = [piece for file_range in ranges for piece in split_at_blocks(file_range)]
+        fragments = [
+            (piece.tensor, Fragment(piece.start, piece.stop, crc_of_zeros(piece.stop - piece.start)))
+            for piece in pieces
+        ]
+        return merge_fragments([fragments])
+
+    def derived(self, rank: int) -> bytes:
+        """Return the report of a rank that writes its shards, the states of its generators, and its part of the rest."""
+        numbers, sizes, totals = self._even
+        starts, stops = (np.minimum((rank + edge) * sizes, totals) for edge in (0, 1))
+        rest = [*self._whole[rank - 1 :: self._size - 1], *(self._numbers["ranks", f"{rank}/{name}"] for name in self._own)]
+        rest_sizes = np.array([self._plan.tensor_sizes[number] for number in rest], np.int64)
+        columns = (
+            np.concatenate([numbers, np.array(rest, np.int64)]),
+            np.concatenate([starts, np.zeros_like(rest_sizes)]),
+            np.concatenate([stops, rest_sizes]),
+        )
+        order = np.argsort(columns[0], kind="stable")
+        return encode_zeros(*(column[order] for column in columns))
+
+    def _list_whole(self) -> list[int]:
+        """Return the numbers of the tensors that all ranks hold, without those that rank 0 writes."""
+        own = self.planned(0)
+        whole = [key for key, tensor in self._shapes.items() if tensor.layout is None and tensor.group != "own"]
+        return [self._numbers[key] for key in whole if self._numbers[key] not in own]
+
+    def _list_even(self) -> NDArray[np.int64]:
+        """Return, of tensors that are sharded: the numbers, the bytes of a shard, and the bytes of all."""
+        rows = []
+        for key, tensor in self._shapes.items():
+            if tensor.layout is not None:
+                number = self._numbers[key]
+                nbytes = self._plan.tensor_sizes[number]
+                rows.append((number, -(-tensor.shape[0] // self._size) * (nbytes // tensor.shape[0]), nbytes))
+        return np.array(rows, np.int64).T
+
+
+def build_spec_of_all(spec: object, meshes: object, size: int) -> GlobalSpec:
+    """Return the spec of a job whose ranks have equal ones."""
+    directory = SpecDirectory.from_digests([SpecDigests(*digest_specs(spec, meshes))] * size)
+    return directory.share_spec(spec, meshes, range(size))
+
+
+def encode_zeros(tensors: NDArray[np.int64], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> bytes:
+    """Encode the fragments of ranges whose bytes are zeros, which are cut at the edges of blocks."""
+    counts = np.where(stops > starts, -(-stops // BLOCK_BYTES) - starts // BLOCK_BYTES, 0)
+    row = np.repeat(np.arange(len(counts)), counts)
+    block = starts[row] // BLOCK_BYTES + np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    low = np.maximum(starts[row], block * BLOCK_BYTES)
+    high = np.minimum(stops[row], (block + 1) * BLOCK_BYTES)
+    sizes, index = np.unique(high - low, return_inverse=True)
+    crcs = np.array([crc_of_zeros(size) for size in sizes.tolist()], np.uint64)[index]
+    columns = tensors[row].astype(np.uint32), low.astype(np.uint64), high.astype(np.uint64), crcs
+    return FragmentTable(*columns).to_bytes()
+
+
+@cache
+def crc_of_zeros(nbytes: int) -> int:
+    """Return the CRC of so many zeros."""
+    return crc64(bytes(nbytes))
