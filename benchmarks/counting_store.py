@@ -31,6 +31,11 @@ class Traffic:
         self.messages += len(sizes)
         self.nbytes += sum(sizes)
 
+    def remove(self, size: int) -> None:
+        """Take back the count of a value."""
+        self.messages -= 1
+        self.nbytes -= size
+
 
 @dataclass
 class TrafficByPart:

@@ -1,9 +1,10 @@
 """The other ranks of a job, simulated for a real rank 0: what they post in the votes of a save, and send to it.
 
-Rank 0 runs the product unchanged. Its key-value store calls :meth:`SimulatedPeers.act` whenever rank 0 polls, and all
-other ranks take their next step there, with the product's own code for meeting, voting, and encoding: each rank and
-each host sends the messages that it would send as a process. Not simulated: their training objects (all specs are those
-of rank 0), and that they plan; their CRCs are those of zeros.
+Rank 0 runs the product unchanged. Its key-value store calls :meth:`SimulatedPeers.act` whenever rank 0 polls, and the
+other ranks take their next step there, with the product's own code for meeting, voting and encoding: each rank and each
+host sends the messages to the store that it would send as a process. The ranks of rank 0's host also use the messages
+within the host. Not simulated: the training objects of other ranks (their specs are those of rank 0), and the files
+that they write; the CRCs that they report are drawn.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,15 +20,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.counting_store import CountingStore
+from benchmarks.simulated_reports import Reports, merge_reports
 from rankless.engine.comm.daemon_executor import DaemonExecutor
-from rankless.engine.comm.host_map import HostMap
+from rankless.engine.comm.host_map import HostMap, combine_outcomes
+from rankless.engine.comm.host_messages import HostMessages
 from rankless.engine.comm.host_vote_channel import HostVoteChannel
 from rankless.engine.comm.job_store import DeadlineStore
 from rankless.engine.comm.rendezvous import Rendezvous
 from rankless.engine.comm.vote import VoteOutcome
 from rankless.engine.comm.vote_channel import VoteChannel
-from rankless.engine.integrity.crc_gather import bucket_size
-from rankless.engine.integrity.fragments import FragmentTable, merge_adjacent_fragments
+from rankless.engine.integrity.crc_gather import MAX_FLAT_RANKS, bucket_size, first_ranks_of_hosts
 from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.ondisk.block_crcs import crc64
 from rankless.storage.host_mailbox import HostMailbox
@@ -39,15 +39,19 @@ T = TypeVar("T")
 #: The name of the backend: the product sends over a group whose backend is gloo.
 BACKEND = "gloo_simulated"
 
+LOOKING, PREPARING, WRITING = "looking at what to save", "preparing the save", "writing"
+
+#: The digits of the name of the sessions of a group.
+_NAME_DIGITS = 16
+
 #: The place of the digest of the host in an announcement, behind the digests of the call: see save_negotiation.
 _HOST = slice(24 + 56, 24 + 64)
 
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(VoteOutcome).decode
 
-#: The samples of a file of which a rank writes nothing, and those of one in which all that was compared has changed.
+#: The samples of a file that a rank takes for unchanged, and those of one in which all that was compared has changed.
 _UNCHANGED, _ALL_CHANGED = (_pack((True, False)), _pack((True, True))), _pack((False, False))
-
 
 
 class InlineExecutor(DaemonExecutor):
@@ -69,7 +73,7 @@ class InlineExecutor(DaemonExecutor):
 
 
 class PeerStore(DeadlineStore):
-    """The store of a rank that knows the name of the session."""
+    """The store of ranks that know the ``prefix`` of keys: of the group, or of a session."""
 
     def __init__(self, store: dist.Store, prefix: str) -> None:
         super().__init__(store, InlineExecutor(), 600)
@@ -80,139 +84,186 @@ class PeerStore(DeadlineStore):
 
 
 class SimulatedPeers:
-    """All ranks but rank 0."""
+    """All ranks but rank 0. ``begin_save`` must be called before each save."""
 
-    def __init__(self, size: int, ranks_per_host: int, report_of: Callable[[int], bytes]) -> None:
+    def __init__(self, size: int, ranks_per_host: int) -> None:
         self.size, self.hosts = size, HostMap(tuple(rank // ranks_per_host for rank in range(size)))
-        self._report_of = report_of
-        self.store: CountingStore | None = None
+        self._reports: Reports | None = None
+        self._store: CountingStore | None = None
         self._rendezvous = [Rendezvous(rank, size) for rank in range(1, size)]
-        self._is_acting, self._has_met = False, 0
-        self._voted: set[str] = set()
-        self._waiting: list[VoteChannel] = []
-        self.phases: Sequence[str] = ()
-        #: The size of what each rank sends to rank 0 through the store.
-        self.message_sizes: dict[int, int] = {}
-        #: The seconds of processor time of all peers, and when they worked.
-        self.seconds, self.intervals = 0.0, list[tuple[int, int]]()
+        self._is_acting, self._meetings = False, 0
+        self._done: set[str] = set()
+        self._channels: list[VoteChannel] = []
+        self._phases: Sequence[str] = ()
+        self._buckets: dict[int, list[int]] = {}
+        #: The seconds of processor time of all peers since the save has begun.
+        self.seconds = 0.0
+
+    def connect(self, store: CountingStore, reports: Reports) -> None:
+        """Set the store of all ranks, and what they report."""
+        self._store, self._reports = store, reports
+        order = list(reports.rank_order)
+        if self.hosts.can_combine:
+            order = list(first_ranks_of_hosts(self.hosts.host_of, order))
+        size = bucket_size(len(order))
+        buckets = (order[first : first + size] for first in range(0, len(order), size))
+        self._buckets = {bucket[0]: bucket for bucket in buckets}
+
+    def begin_save(self, *, is_first: bool) -> None:
+        """Begin a save: the votes of the first one are others than those of the next ones."""
+        gathering = ["gathering CRCs"] if self.size > MAX_FLAT_RANKS else []
+        self._phases = [LOOKING, *([PREPARING] if is_first else []), WRITING, *gathering]
+        self.seconds = 0.0
 
     def act(self, keys: Sequence[str]) -> None:
         """Take the steps that the poll of rank 0 for some keys makes possible."""
-        if self._is_acting or "rankless/" not in keys[0]:
+        if self._is_acting or "rankless/" not in keys[0] or self._store is None:
             return
-        self._is_acting, cpu, wall = True, time.thread_time(), time.perf_counter_ns()
+        started, self._is_acting = time.thread_time(), True
         try:
-            self._act_on(keys)
+            self._act_on(keys, self._store)
         finally:
             self._is_acting = False
-            self.seconds += time.thread_time() - cpu
-            self.intervals.append((wall, time.perf_counter_ns()))
+            self.seconds += time.thread_time() - started
 
-    def _act_on(self, keys: Sequence[str]) -> None:
+    def _act_on(self, keys: Sequence[str], store: CountingStore) -> None:
         base, _, rest = keys[0].partition("rankless/")
-        group, members, *parts = rest.split("/")
+        group, members, *name = rest.split("/")
         shared = f"{base}rankless/{group}/{members}/"
-        if self._has_met == 0 or (self._has_met == 1 and parts[0] == "known"):
-            self._meet(shared)
-        if len(parts[0]) != 16:
+        if not self._meetings:
+            self._meet(store, shared)
+        if len(name[0]) != _NAME_DIGITS:  # no key of a session
             return
-        session = f"{shared}{parts[0]}/{parts[1]}/"
-        name = parts[2:]
-        if name[0] == "message":
-            self._send_messages(keys)
-        elif name[0] == "parted":
-            self._leave(session)
-        elif name[0].isdecimal() and name[1] in ("0", "host") and session + name[0] not in self._voted:
-            self._voted.add(session + name[0])
-            self._vote(session, int(name[0]), by_host=name[1] == "host")
+        if self._meetings == 1:
+            self._meet(store, shared)
+        prefix = f"{name[0]}/{name[1]}/"
+        if name[2] == "message":
+            self._send_messages(store, keys)
+        elif shared + prefix + name[2] not in self._done and name[3] in ("0", "host"):
+            self._done.add(shared + prefix + name[2])
+            vote = _Vote(name[2], prefix, PeerStore(store, shared + prefix), is_by_host=name[3] == "host")
+            self._end_vote()
+            if vote.name == "parted":
+                self._leave(vote)
+            else:
+                self._post_outcomes(vote)
 
-    def _meet(self, shared: str) -> None:
-        self._has_met += 1
+    def _meet(self, store: CountingStore, shared: str) -> None:
+        self._meetings += 1
         for rendezvous in self._rendezvous:
-            rendezvous.poll_name(PeerStore(self._counted(), shared))
+            rendezvous.poll_name(PeerStore(store, shared))
 
-    def _counted(self) -> CountingStore:
-        assert self.store is not None
-        return self.store
-
-    def _vote(self, session: str, vote: int, *, by_host: bool) -> None:
-        self._end_vote()
-        store = PeerStore(self._counted(), session)
-        phase = self.phases[vote - 1]
-        if not by_host:
-            own = _unpack(self._counted().store.get(f"{session}{vote}/0"))
-            channel = VoteChannel(store, vote, self.size)
+    def _post_outcomes(self, vote: _Vote) -> None:
+        if not vote.is_by_host:
+            (raw,) = vote.store.get(f"{vote.name}/0")
+            self._count_back(len(raw))
+            channel = VoteChannel(vote.store, vote.name, self.size)
             for rank in range(1, self.size):
-                channel.post_outcome(rank, _pack(self._outcome_of(rank, own, phase, store)))
-            self._waiting = [channel] * (self.size - 1)
+                channel.post_outcome(rank, self._outcome_of(rank, _unpack(raw), vote))
+            self._channels = [channel] * (self.size - 1)
             return
-        prefix = "/".join(session.split("/")[-3:])
-        boards = [HostMailbox(f"{prefix}{host}/{vote}".replace("/", "-")) for host in range(len(self.hosts.ranks_of))]
-        raw = boards[0].read("0")
-        assert raw is not None
-        own = _unpack(raw)
-        for rank in range(1, self.size):
-            channel = HostVoteChannel(store, vote, self.hosts, rank, boards[self.hosts.host_of[rank]])
+        board = vote.open_board(0)
+        own = _unpack(board.read("0") or b"")
+        for rank in self.hosts.ranks_of[0][1:]:
+            channel = HostVoteChannel(vote.store, vote.name, self.hosts, rank, board)
             channel.begin_wait(600)
-            channel.post_outcome(rank, _pack(self._outcome_of(rank, own, phase, store)))
-            self._waiting.append(channel)
+            channel.post_outcome(rank, self._outcome_of(rank, own, vote))
+            self._channels.append(channel)
+        for host, ranks in enumerate(self.hosts.ranks_of[1:], 1):
+            outcomes = [self._outcome_of(rank, own, vote) for rank in ranks]
+            vote.store.set(f"{vote.name}/host/{host}", combine_outcomes(outcomes))
+        self._channels += [VoteChannel(vote.store, vote.name, self.size)] * (len(self.hosts.ranks_of) - 1)
+
+    def _count_back(self, nbytes: int) -> None:
+        """Take back the count of a message of rank 0 that only the simulation has read."""
+        if self._store is not None:
+            self._store.traffic.read["votes"].remove(nbytes)
 
     def _end_vote(self) -> None:
-        """Let all ranks read the decision of the vote before."""
-        for channel in self._waiting:
+        """Let all ranks, or one of each host, read the decision of the vote before."""
+        for channel in self._channels:
             if channel.is_decided():
                 channel.read_decision()
             channel.close()
-        self._waiting = []
+        self._channels = []
 
-    def _outcome_of(self, rank: int, own: VoteOutcome, phase: str, store: PeerStore) -> VoteOutcome:
-        host = self.hosts.host_of[rank]
+    def _outcome_of(self, rank: int, own: VoteOutcome, vote: _Vote) -> bytes:
+        """Return what a rank posts, given what rank 0 has posted."""
+        phase, host = self._phases[int(vote.name) - 1], self.hosts.host_of[rank]
         payload, digest = own.payload, digest_bytes(f"simulated {host}".encode(), 8)
-        if phase == "looking at what to save":
+        if phase == LOOKING:
             for samples in _UNCHANGED:
                 payload = payload.replace(samples, _ALL_CHANGED)
             payload = payload[: _HOST.start] + digest + payload[_HOST.stop :] if host else payload
-        if phase == "writing":
-            payload = payload.replace(b'"0/', b'"%d/' % rank)
-            if self.size <= 64:
-                report: dict[str, Any] = msgspec.msgpack.decode(own.payload)
-                values = report["payload"].replace(b'"0/', b'"%d/' % rank)
-                payload = _pack({"crcs": self._report_of(rank), "payload": values})
-            else:
-                store.set(f"hashed/{phase}/{rank}", self._report_of(rank))
-        if phase == "gathering CRCs":
-            payload = self._merge_bucket(rank, store)
-        return msgspec.structs.replace(own, payload=payload, host=digest if own.host and host else own.host)
+        elif phase == WRITING:
+            payload = self._report(rank, own.payload, vote)
+        elif phase != PREPARING:
+            payload = self._merge_bucket(rank, vote)
+        return _pack(msgspec.structs.replace(own, payload=payload, host=digest if own.host and host else own.host))
 
-    def _merge_bucket(self, rank: int, store: PeerStore) -> bytes:
-        bucket = self._bucket_of.get(rank)
-        if bucket is None:
+    def _report(self, rank: int, own: bytes, vote: _Vote) -> bytes:
+        """Report the CRCs of a rank. Return its payload."""
+        if self._reports is None:
+            raise RuntimeError("peers are not connected")
+        if self.size <= MAX_FLAT_RANKS:
+            report: dict[str, Any] = msgspec.msgpack.decode(own)
+            return _pack({"crcs": self._reports.of(rank), "payload": _of_rank(report["payload"], rank)})
+        values = _of_rank(own[1:], rank)
+        if not self.hosts.can_combine:
+            vote.store.set(f"hashed/{WRITING}/{vote.name}/{rank}", self._reports.packed(rank))
+            return b"+" + values
+        host = self.hosts.host_of[rank]
+        if host:
+            is_last = rank == self.hosts.ranks_of[host][-1]
+            report_of_host = self._reports.packed_of_host(host) if is_last else b""
+        else:
+            messages = HostMessages(vote.open_board(0, "-hashed"), self.hosts, rank).post(self._reports.packed(rank))
+            is_last, report_of_host = bool(messages), merge_reports(messages)
+        if is_last:
+            vote.store.set(f"hashed/{WRITING}/{vote.name}/host/{host}", report_of_host)
+        return (b"+" if is_last else b".") + values
+
+    def _merge_bucket(self, rank: int, vote: _Vote) -> bytes:
+        """Return the merged CRCs of a bucket on its first rank."""
+        host = self.hosts.host_of[rank]
+        by_host = self.hosts.can_combine
+        if by_host and self.hosts.ranks_of[host][0] != rank:
             return b""
-        reports = store.get(*(f"hashed/writing/{other}" for other in bucket))
-        return merge_adjacent_fragments(FragmentTable.from_bytes(reports)).to_bytes()
+        bucket = self._buckets.get(host if by_host else rank, [])
+        prefix = f"hashed/{WRITING}/{int(vote.name) - 1}/" + ("host/" if by_host else "")
+        return merge_reports(vote.store.get(*(f"{prefix}{unit}" for unit in bucket))) if bucket else b""
 
-    def set_rank_order(self, rank_order: Sequence[int]) -> None:
-        """Set the order in which ranks are put into buckets."""
-        size = bucket_size(self.size)
-        buckets = (rank_order[first : first + size] for first in range(0, self.size, size))
-        self._bucket_of = {bucket[0]: bucket for bucket in buckets}
-
-    def _send_messages(self, keys: Sequence[str]) -> None:
+    def _send_messages(self, store: CountingStore, keys: Sequence[str]) -> None:
+        sizes = {} if self._reports is None else self._reports.message_sizes
         for key in keys:
-            sender = int(key.rsplit("/", 1)[1])
-            self._counted().set(key, append_crc(bytes(self.message_sizes[sender])))
+            if key not in self._done:
+                self._done.add(key)
+                store.set(key, append_crc(bytes(sizes[int(key.rsplit("/", 1)[1])])))
 
-    def _leave(self, session: str) -> None:
-        if session in self._voted:
-            return
-        self._voted.add(session)
-        self._end_vote()
-        store = PeerStore(self._counted(), session)
+    def _leave(self, vote: _Vote) -> None:
+        board = HostMailbox("unused")
+        flat = VoteChannel(vote.store, vote.name, self.size)
         for rank in range(1, self.size):
-            if self.hosts.can_combine:
-                HostVoteChannel(store, "parted", self.hosts, rank, HostMailbox("unused")).depart(rank)
-            else:
-                VoteChannel(store, "parted", self.size).depart(rank)
+            channel = HostVoteChannel(vote.store, vote.name, self.hosts, rank, board) if vote.is_by_host else flat
+            channel.depart(rank)
+
+
+class _Vote(msgspec.Struct, frozen=True):
+    """A vote of a session: its number, the prefix of its boards, and the store with the keys of the session."""
+
+    name: str
+    prefix: str
+    store: PeerStore
+    is_by_host: bool
+
+    def open_board(self, host: int, suffix: str = "") -> HostMailbox:
+        """Return the messages within a host."""
+        return HostMailbox(f"{self.prefix}{host}/{self.name}{suffix}".replace("/", "-"))
+
+
+def _of_rank(values: bytes, rank: int) -> bytes:
+    """Return the values of a rank, given those of rank 0: their arrays are named by the rank."""
+    return values.replace(b'"0/', b'"%d/' % rank)
 
 
 def append_crc(data: bytes) -> bytes:
@@ -220,7 +271,7 @@ def append_crc(data: bytes) -> bytes:
     return data + crc64(data).to_bytes(8, "little")
 
 
-class _DoneWork(dist._Work):
+class _DoneWork(dist._Work):  # noqa: SLF001 - torch's only class of works that Python may derive from
     def wait(self, timeout: timedelta | None = None) -> bool:
         del timeout
         return True
@@ -231,17 +282,20 @@ class SimulatedGroup(dist.ProcessGroup):
 
     group_name = "0"
 
-    def getBackendName(self) -> str:
+    def getBackendName(self) -> str:  # noqa: N802 - the name of torch
+        """Return the name of the backend."""
         return BACKEND
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
+        """Send nothing."""
         del tensors, dst, tag
         return _DoneWork()
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
+        """Receive zeros."""
         del src, tag
-        zeros = bytes(len(tensors[0]) - 8)
-        tensors[0].copy_(torch.frombuffer(bytearray(append_crc(zeros)), dtype=torch.uint8))
+        message = bytearray(append_crc(bytes(len(tensors[0]) - 8)))
+        tensors[0].copy_(torch.frombuffer(message, dtype=torch.uint8))
         return _DoneWork()
 
 

@@ -14,12 +14,19 @@ from numpy.typing import NDArray
 
 from benchmarks.simulated_training import Training
 from rankless.engine.comm.spec_directory import SpecDigests, SpecDirectory, digest_specs
-from rankless.engine.integrity.fragments import FragmentTable, encode_fragments
+from rankless.engine.integrity.column_tables import compress_rows, decompress_rows
+from rankless.engine.integrity.fragments import (
+    FRAGMENT_BYTES,
+    FragmentTable,
+    encode_fragments,
+    merge_adjacent_fragments,
+)
 from rankless.engine.io.requests import Fragments, merge_fragments
 from rankless.engine.plan.cell_transfers import cut_out
 from rankless.engine.plan.file_ranges import split_at_blocks
 from rankless.engine.plan.global_spec import GlobalSpec
 from rankless.engine.plan.save_plan import SavePlan, plan_save
+from rankless.engine.plan.tensor_specs import Meshes, Spec
 from rankless.ondisk.block_crcs import BLOCK_BYTES, Fragment, crc64
 from rankless.ondisk.data_files import parse_size
 from rankless.options import SaveOptions
@@ -33,8 +40,9 @@ ALL_PLANNED = 64
 class Reports:
     """The encoded CRCs of each rank, whose bytes are zeros, and the sizes of messages to rank 0."""
 
-    def __init__(self, training: Training, size: int, host_of: Sequence[int], rng: bool) -> None:
-        self._size, self._host_of = size, host_of if len(set(host_of)) > 1 else ()
+    def __init__(self, training: Training, size: int, ranks_per_host: int, *, rng: bool) -> None:
+        self._size, self._ranks_per_host = size, ranks_per_host
+        self._host_of = [rank // ranks_per_host for rank in range(size)] if size > ranks_per_host else []
         captured = capture_training(TrainingObjects(training.model, training.optimizer, rng=rng), 0)
         self._spec, self._meshes = captured.inventory.build_spec(), captured.inventory.build_meshes()
         self._shapes = {(tensor.group, tensor.name): tensor for tensor in self._spec.tensors}
@@ -47,6 +55,11 @@ class Reports:
         self._whole = self._list_whole()
         self._planned: dict[int, bytes] = {}
 
+    @property
+    def rank_order(self) -> Sequence[int]:
+        """The order of the ranks by the bytes that they write."""
+        return self._plan.rank_order
+
     def plan(self, rank: int) -> SavePlan:
         """Return the plan of a rank."""
         limit = parse_size(SaveOptions().max_shard_size)
@@ -55,7 +68,7 @@ class Reports:
     def of(self, rank: int) -> bytes:
         """Return the report of a rank."""
         if self._size > ALL_PLANNED:
-            return self.derived(rank)
+            return self._derive(range(rank, rank + 1))
         if rank not in self._planned:
             self._planned[rank] = encode_fragments(self.planned(rank))
         return self._planned[rank]
@@ -72,11 +85,21 @@ class Reports:
         ]
         return merge_fragments([fragments])
 
-    def derived(self, rank: int) -> bytes:
-        """Return the report of a rank that writes its shards, the states of its generators, and its part of the rest."""
+    def packed(self, rank: int) -> bytes:
+        """Return the report of a rank as it is stored."""
+        return compress_rows(self.of(rank), FRAGMENT_BYTES)
+
+    def packed_of_host(self, host: int) -> bytes:
+        """Return the merged report of a host whose ranks have neighbouring numbers, as it is stored."""
+        ranks = range(host * self._ranks_per_host, min((host + 1) * self._ranks_per_host, self._size))
+        return compress_rows(self._derive(ranks), FRAGMENT_BYTES)
+
+    def _derive(self, ranks: range) -> bytes:
+        """Return the report of neighbours that write their shards, the states of their generators, and some others."""
         numbers, sizes, totals = self._even
-        starts, stops = (np.minimum((rank + edge) * sizes, totals) for edge in (0, 1))
-        rest = [*self._whole[rank - 1 :: self._size - 1], *(self._numbers["ranks", f"{rank}/{name}"] for name in self._own)]
+        starts, stops = (np.minimum(edge * sizes, totals) for edge in (ranks.start, ranks.stop))
+        rest = [number for rank in ranks for number in self._whole[rank - 1 :: self._size - 1]]
+        rest += [self._numbers["ranks", f"{rank}/{name}"] for rank in ranks for name in self._own]
         rest_sizes = np.array([self._plan.tensor_sizes[number] for number in rest], np.int64)
         columns = (
             np.concatenate([numbers, np.array(rest, np.int64)]),
@@ -84,7 +107,7 @@ class Reports:
             np.concatenate([stops, rest_sizes]),
         )
         order = np.argsort(columns[0], kind="stable")
-        return encode_zeros(*(column[order] for column in columns))
+        return encode_drawn(*(column[order] for column in columns))
 
     def _list_whole(self) -> list[int]:
         """Return the numbers of the tensors that all ranks hold, without those that rank 0 writes."""
@@ -103,21 +126,26 @@ class Reports:
         return np.array(rows, np.int64).T
 
 
-def build_spec_of_all(spec: object, meshes: object, size: int) -> GlobalSpec:
+def merge_reports(packed: Sequence[bytes]) -> bytes:
+    """Merge stored reports."""
+    reports = (decompress_rows(report, FRAGMENT_BYTES) for report in packed)
+    return compress_rows(merge_adjacent_fragments(FragmentTable.from_bytes(reports)).to_bytes(), FRAGMENT_BYTES)
+
+
+def build_spec_of_all(spec: Spec, meshes: Meshes, size: int) -> GlobalSpec:
     """Return the spec of a job whose ranks have equal ones."""
     directory = SpecDirectory.from_digests([SpecDigests(*digest_specs(spec, meshes))] * size)
     return directory.share_spec(spec, meshes, range(size))
 
 
-def encode_zeros(tensors: NDArray[np.int64], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> bytes:
-    """Encode the fragments of ranges whose bytes are zeros, which are cut at the edges of blocks."""
+def encode_drawn(tensors: NDArray[np.int64], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> bytes:
+    """Encode the fragments of ranges, which are cut at the edges of blocks, with CRCs as of any bytes."""
     counts = np.where(stops > starts, -(-stops // BLOCK_BYTES) - starts // BLOCK_BYTES, 0)
     row = np.repeat(np.arange(len(counts)), counts)
     block = starts[row] // BLOCK_BYTES + np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
     low = np.maximum(starts[row], block * BLOCK_BYTES)
     high = np.minimum(stops[row], (block + 1) * BLOCK_BYTES)
-    sizes, index = np.unique(high - low, return_inverse=True)
-    crcs = np.array([crc_of_zeros(size) for size in sizes.tolist()], np.uint64)[index]
+    crcs = np.random.default_rng(len(row)).integers(2**63, size=len(row), dtype=np.uint64)
     columns = tensors[row].astype(np.uint32), low.astype(np.uint64), high.astype(np.uint64), crcs
     return FragmentTable(*columns).to_bytes()
 

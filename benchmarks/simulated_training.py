@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.object_scale import Llama
 
-#: Llama-3 405B, and a model with as many tensors and few bytes, for real processes.
+#: Llama-3 405B, and a model of few bytes, for real processes.
 LARGE = Llama("Llama-3 405B", 126, 16_384, 53_248, 1024)
-SMALL = Llama("small", 126, 256, 512, 64, vocabulary=1024)
+SMALL = Llama("small", 24, 128, 256, 64, vocabulary=512)
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -29,13 +29,20 @@ class Training:
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of this rank's shards."""
+        tensors = [tensor for state in self.optimizer.state.values() for tensor in state.values()]
+        shards = [*self.model.parameters(), *tensors]
+        return sum((shard.to_local() if isinstance(shard, DTensor) else shard).nbytes for shard in shards)
+
     @torch.no_grad()
     def step(self) -> None:
         """Change everything that a training step changes."""
         for parameter, state in self.optimizer.state.items():
             for tensor in (parameter, *state.values()):
                 (tensor.to_local() if isinstance(tensor, DTensor) else tensor).add_(1)
-        seed_generators(random.getrandbits(30))  # noqa: S311 - as many batches would
+        seed_generators(random.getrandbits(30))
 
 
 def seed_generators(seed: int) -> None:
@@ -76,7 +83,7 @@ def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Register a parameter under a dotted name."""
     *path, last = name.split(".")
     for part in path:
-        if part not in module._modules:
+        if not hasattr(module, part):
             module.add_module(part, nn.Module())
         module = module.get_submodule(part)
     module.register_parameter(last, parameter)
