@@ -90,8 +90,8 @@ class SimulatedPeers:
         self.size, self.hosts = size, HostMap(tuple(rank // ranks_per_host for rank in range(size)))
         self._reports: Reports | None = None
         self._store: CountingStore | None = None
-        self._rendezvous = [Rendezvous(rank, size) for rank in range(1, size)]
-        self._is_acting, self._meetings = False, 0
+        self._meeting = [Rendezvous(rank, size) for rank in range(1, size)]
+        self._is_acting = False
         self._done: set[str] = set()
         self._channels: list[VoteChannel] = []
         self._phases: Sequence[str] = ()
@@ -130,12 +130,9 @@ class SimulatedPeers:
         base, _, rest = keys[0].partition("rankless/")
         group, members, *name = rest.split("/")
         shared = f"{base}rankless/{group}/{members}/"
-        if not self._meetings:
-            self._meet(store, shared)
-        if len(name[0]) != _NAME_DIGITS:  # no key of a session
+        self._meet(store, shared)
+        if self._meeting or len(name[0]) != _NAME_DIGITS:  # not a key of a session
             return
-        if self._meetings == 1:
-            self._meet(store, shared)
         prefix = f"{name[0]}/{name[1]}/"
         if name[2] == "message":
             self._send_messages(store, keys)
@@ -149,9 +146,9 @@ class SimulatedPeers:
                 self._post_outcomes(vote)
 
     def _meet(self, store: CountingStore, shared: str) -> None:
-        self._meetings += 1
-        for rendezvous in self._rendezvous:
+        for rendezvous in self._meeting:
             rendezvous.poll_name(PeerStore(store, shared))
+        self._meeting = [rendezvous for rendezvous in self._meeting if not rendezvous.is_over]
 
     def _post_outcomes(self, vote: _Vote) -> None:
         if not vote.is_by_host:
