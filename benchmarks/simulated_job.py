@@ -30,6 +30,7 @@ from rankless.engine.comm.rendezvous import Rendezvous
 from rankless.engine.comm.vote import VoteOutcome
 from rankless.engine.comm.vote_channel import VoteChannel
 from rankless.engine.integrity.crc_gather import MAX_FLAT_RANKS, bucket_size, first_ranks_of_hosts
+from rankless.engine.io.cell_exchange import MAX_STORED_BYTES
 from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.ondisk.block_crcs import crc64
 from rankless.storage.host_mailbox import HostMailbox
@@ -43,6 +44,9 @@ LOOKING, PREPARING, WRITING = "looking at what to save", "preparing the save", "
 
 #: The digits of the name of the sessions of a group.
 _NAME_DIGITS = 16
+
+#: The bytes behind a message.
+_CRC_BYTES = 8
 
 #: The place of the digest of the host in an announcement, behind the digests of the call: see save_negotiation.
 _HOST = slice(24 + 56, 24 + 64)
@@ -151,6 +155,8 @@ class SimulatedPeers:
         self._meeting = [rendezvous for rendezvous in self._meeting if not rendezvous.is_over]
 
     def _post_outcomes(self, vote: _Vote) -> None:
+        if self._phases[int(vote.name) - 1] == WRITING:
+            self._receive_from_rank_0(vote)
         if not vote.is_by_host:
             (raw,) = vote.store.get(f"{vote.name}/0")
             self._count_back(len(raw))
@@ -189,8 +195,7 @@ class SimulatedPeers:
         phase, host = self._phases[int(vote.name) - 1], self.hosts.host_of[rank]
         payload, digest = own.payload, digest_bytes(f"simulated {host}".encode(), 8)
         if phase == LOOKING:
-            for samples in _UNCHANGED:
-                payload = payload.replace(samples, _ALL_CHANGED)
+            payload = self._sample(rank, payload)
             payload = payload[: _HOST.start] + digest + payload[_HOST.stop :] if host else payload
         elif phase == WRITING:
             payload = self._report(rank, own.payload, vote)
@@ -198,23 +203,51 @@ class SimulatedPeers:
             payload = self._merge_bucket(rank, vote)
         return _pack(msgspec.structs.replace(own, payload=payload, host=digest if own.host and host else own.host))
 
-    def _report(self, rank: int, own: bytes, vote: _Vote) -> bytes:
-        """Report the CRCs of a rank. Return its payload."""
+    def _sample(self, rank: int, payload: bytes) -> bytes:
+        """Return an announcement in which all has changed of the files that a rank writes."""
+        for samples in _UNCHANGED:
+            payload = payload.replace(samples, _ALL_CHANGED)
+        files = self._require_reports().sample_files(rank)
+        samples = b"".join(_ALL_CHANGED if is_written else _UNCHANGED[0] for is_written in files)
+        return payload.replace(_ALL_CHANGED * len(files), samples)
+
+    def _require_reports(self) -> Reports:
         if self._reports is None:
             raise RuntimeError("peers are not connected")
+        return self._reports
+
+    def _exchange(self, rank: int, vote: _Vote) -> None:
+        """Send to other ranks, and receive what they have sent. :meth:`_send_messages` sends to rank 0."""
+        reports = self._require_reports()
+        for receiver, size in reports.sent_sizes(rank).items():
+            if receiver and size + _CRC_BYTES <= MAX_STORED_BYTES:
+                key = f"message/0/{receiver}/{rank}"
+                vote.store.set(key, append_crc(bytes(size)))
+                vote.store.get(key)
+                vote.store.delete_keys(key)
+
+    def _receive_from_rank_0(self, vote: _Vote) -> None:
+        for receiver, size in self._require_reports().sent_sizes(0).items():
+            if size + _CRC_BYTES <= MAX_STORED_BYTES:
+                vote.store.get(f"message/0/{receiver}/0")
+
+    def _report(self, rank: int, own: bytes, vote: _Vote) -> bytes:
+        """Report the CRCs of a rank. Return its payload."""
+        reports = self._require_reports()
+        self._exchange(rank, vote)
         if self.size <= MAX_FLAT_RANKS:
             report: dict[str, Any] = msgspec.msgpack.decode(own)
-            return _pack({"crcs": self._reports.of(rank), "payload": _of_rank(report["payload"], rank)})
+            return _pack({"crcs": reports.of(rank), "payload": _of_rank(report["payload"], rank)})
         values = _of_rank(own[1:], rank)
         if not self.hosts.can_combine:
-            vote.store.set(f"hashed/{WRITING}/{vote.name}/{rank}", self._reports.packed(rank))
+            vote.store.set(f"hashed/{WRITING}/{vote.name}/{rank}", reports.packed(rank))
             return b"+" + values
         host = self.hosts.host_of[rank]
         if host:
             is_last = rank == self.hosts.ranks_of[host][-1]
-            report_of_host = self._reports.packed_of_host(host) if is_last else b""
+            report_of_host = reports.packed_of_host(host) if is_last else b""
         else:
-            messages = HostMessages(vote.open_board(0, "-hashed"), self.hosts, rank).post(self._reports.packed(rank))
+            messages = HostMessages(vote.open_board(0, "-hashed"), self.hosts, rank).post(reports.packed(rank))
             is_last, report_of_host = bool(messages), merge_reports(messages)
         if is_last:
             vote.store.set(f"hashed/{WRITING}/{vote.name}/host/{host}", report_of_host)

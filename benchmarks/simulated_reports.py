@@ -46,7 +46,8 @@ class Reports:
         captured = capture_training(TrainingObjects(training.model, training.optimizer, rng=rng), 0)
         self._spec, self._meshes = captured.inventory.build_spec(), captured.inventory.build_meshes()
         self._shapes = {(tensor.group, tensor.name): tensor for tensor in self._spec.tensors}
-        self._plan = self.plan(0)
+        self._plans: dict[int, SavePlan] = {}
+        self._plan = self._plan_of(0)
         ranks, sizes = self._plan.received.ranks, self._plan.received.sizes
         self.message_sizes = dict(enumerate(np.bincount(ranks, sizes, size).astype(int).tolist())) if len(ranks) else {}
         self._numbers = {key: number for number, key in enumerate(self._plan.tensors)}
@@ -65,6 +66,29 @@ class Reports:
         limit = parse_size(SaveOptions().max_shard_size)
         return plan_save(build_spec_of_all(self._spec, self._meshes, self._size), rank, limit, self._host_of)
 
+    def sent_sizes(self, rank: int) -> dict[int, int]:
+        """Return the size of what a rank sends to each other, if its plan is made: rank 0's, and those of few ranks."""
+        sizes: dict[int, int] = {}
+        for transfer in self._plan_of(rank).sent if self._is_planned(rank) else ():
+            sizes[transfer.rank] = sizes.get(transfer.rank, 0) + transfer.stop - transfer.start
+        return sizes
+
+    def sample_files(self, rank: int) -> list[bool]:
+        """Return whether a rank writes bytes of each file."""
+        files = range(len(self._plan.files))
+        if not self._is_planned(rank):
+            return [True for _ in files]
+        written = {file_range.file for file_range in self._plan_of(rank).file_ranges}
+        return [file in written for file in files]
+
+    def _is_planned(self, rank: int) -> bool:
+        return not rank or self._size <= ALL_PLANNED
+
+    def _plan_of(self, rank: int) -> SavePlan:
+        if rank not in self._plans:
+            self._plans[rank] = self.plan(rank)
+        return self._plans[rank]
+
     def of(self, rank: int) -> bytes:
         """Return the report of a rank."""
         if self._size > ALL_PLANNED:
@@ -75,7 +99,7 @@ class Reports:
 
     def planned(self, rank: int) -> Fragments:
         """Return the fragments of a rank from its plan."""
-        plan = self.plan(rank)
+        plan = self._plan_of(rank)
         kept, cut = cut_out(plan.file_ranges, plan.sent)
         ranges = [*kept, *(part for _, parts in cut for part in parts)]
         pieces = [piece for file_range in ranges for piece in split_at_blocks(file_range)]

@@ -137,7 +137,7 @@ def measure(run: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
         "asynchronous save, the call",
         lambda: handles.append(save(run, f"{WHOLE}", model, optimizer, step=WHOLE, async_save=True)),
     )
-    clock(seconds, "asynchronous save, the rest", handles[0].result)
+    clock(seconds, "asynchronous save, the rest", handles[0].wait)
     set_values(model, optimizer, step=9)
     clock(seconds, "load", lambda: rankless.load_checkpoint(run, model=model, optimizer=optimizer))
     require(has_values(model, optimizer, WHOLE), "the load has other values than the save")
@@ -154,7 +154,7 @@ def measure(run: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
 
 def finish(run: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Resume after the crash, compare, save once more, and print the report."""
-    loaded = rankless.load_checkpoint(run, model=model, optimizer=optimizer)
+    loaded = rankless.restore(run, model=model, optimizer=optimizer)
     step = int(loaded.step or 0)
     require(step in {WHOLE, INTERRUPTED}, f"the job resumed from step {step}")
     require(has_values(model, optimizer, step), f"step {step} has other values after the crash")
