@@ -34,7 +34,7 @@ import rankless
 from benchmarks.counting_store import CountingStore, TrafficByPart
 from benchmarks.simulated_job import SimulatedPeers, init_simulated_group
 from benchmarks.simulated_reports import Reports
-from benchmarks.simulated_training import LARGE, SMALL, Training, build_training
+from benchmarks.simulated_training import SMALL, Training, build_training, model_of
 from campaigns.common.namespaces import NEW_MOUNTS, unshare
 from campaigns.common.programs import run
 
@@ -100,7 +100,7 @@ def simulate_job(ranks: int, per_host: int, size: str, folder: Path) -> JobCosts
     peers = SimulatedPeers(ranks, per_host)
     store = CountingStore(tcp, peers.act)
     init_simulated_group(store, ranks)
-    training = build_training(LARGE if size == "large" else SMALL, ranks, 0)
+    training = build_training(model_of(ranks) if size == "large" else SMALL, ranks, 0)
     started = time.process_time()
     reports = Reports(training, ranks, per_host, rng=True)
     costs = JobCosts(ranks, per_host, size, plan_seconds=time.process_time() - started)

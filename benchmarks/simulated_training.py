@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,18 @@ from benchmarks.object_scale import Llama
 LARGE = Llama("Llama-3 405B", 126, 16_384, 53_248, 1024)
 SMALL = Llama("small", 24, 128, 256, 64, vocabulary=512)
 
+#: The ranks of the job of the large model.
+LARGE_RANKS = 16_384
+
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def model_of(ranks: int) -> Llama:
+    """Return the large model for so many ranks or more; for fewer, one with as many tensors and smaller ones."""
+    halvings = max(0, round(math.log2(LARGE_RANKS / ranks) / 2))
+    sizes = (LARGE.width, LARGE.hidden, LARGE.keys, LARGE.vocabulary)
+    name = f"{LARGE.name}, widths / {2**halvings}" if halvings else LARGE.name
+    return Llama(name, LARGE.layers, *(size >> halvings for size in sizes))
 
 
 @dataclass(frozen=True)
