@@ -16,6 +16,7 @@ from rankless.engine.comm.job_store import DeadlineStore
 from rankless.engine.comm.rendezvous import Rendezvous
 from rankless.engine.comm.spec_directory import SpecDigests, SpecDirectory
 from rankless.engine.comm.vote import VoteOutcome, decode_decision, encode_decision
+from rankless.engine.comm.vote_channel import VoteChannel
 from rankless.engine.integrity.column_tables import compress_rows, decompress_rows
 from rankless.engine.io.cell_exchange import _order_by_rank
 from rankless.engine.plan.cell_transfers import CellTransfer, TransferTable, tabulate_transfers
@@ -57,6 +58,14 @@ def test_rank_0_answers_arrivals_together_and_one_that_never_comes_holds_up_nobo
     meetings[0].poll_name(counted)
     assert meetings[0].is_over
     assert sum(counted.calls.values()) < 2 * 501  # those in the batch of the dead rank are answered one by one
+
+
+def test_a_rank_that_is_missing_is_found_with_few_calls() -> None:
+    counted = CountedStore(HashStore())
+    channel = VoteChannel(counted, 1, RANKS)
+    counted.set_all({f"1/{rank}": b"" for rank in range(RANKS) if rank != 777})
+    assert channel.find_unposted() == [777]
+    assert counted.calls["check"] < RANKS / 50
 
 
 def test_the_decision_of_a_first_vote_has_few_bytes() -> None:

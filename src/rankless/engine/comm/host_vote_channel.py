@@ -154,7 +154,7 @@ class HostVoteChannel(VoteChannel):
 
     def find_unposted(self) -> list[int]:
         """Return the ranks that have not posted to the store."""
-        missing = [host for host, key in enumerate(self._host_keys) if not self._store.check([key])]
+        missing = self.find_absent_keys(self._host_keys)
         ranks = [rank for host in missing for rank in self._hosts.ranks_of[host]]
         return [rank for rank in sorted(ranks) if not super(HostVoteChannel, self).has_posted(rank)]
 

@@ -7,12 +7,16 @@ back to it. A rank must post :meth:`give_up` before it raises, because rank 0 lo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 from rankless.engine.comm.job_store import DeadlineStore
 
 #: The names of messages for all ranks: rank 0 has found all outcomes, its decision, and the type of a rank's error.
 COLLECTED, DECISION, FAILED = "collected", "decision", "failed"
+
+#: The most keys that are looked at with one call, to find those that are not set.
+_BATCH = 64
 
 #: The name of the message of a rank that has timed out.
 _GIVEN_UP = "given up"
@@ -97,7 +101,16 @@ class VoteChannel:
 
     def find_unposted(self) -> list[int]:
         """Return the ranks that have not posted."""
-        return [rank for rank in range(self.size) if not self.has_posted(rank)]
+        return self.find_absent_keys(self._rank_keys)
+
+    def find_absent_keys(self, keys: Sequence[str]) -> list[int]:
+        """Return the numbers of the keys that are not set, with few calls if most are."""
+        absent: list[int] = []
+        for first in range(0, len(keys), _BATCH):
+            batch = range(first, min(first + _BATCH, len(keys)))
+            if not self._store.check([keys[number] for number in batch]):
+                absent += (number for number in batch if not self._store.check([keys[number]]))
+        return absent
 
     def does_rank_0_wait(self) -> bool:
         """Return whether rank 0 has come, and waits for other ranks."""
