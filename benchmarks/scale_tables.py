@@ -1,4 +1,4 @@
-"""``python -m benchmarks.scale_tables``: the tables of ``docs/scale.md``, from the results of :mod:`benchmarks.scale`."""
+"""``python -m benchmarks.scale_tables``: the tables of ``docs/scale.md``, from results of :mod:`benchmarks.scale`."""
 
 from __future__ import annotations
 
