@@ -6,17 +6,14 @@ neighbours.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from benchmarks.measure import measure_seconds
-from rankless.engine.integrity.crc_gather import bucket_size
 from rankless.engine.integrity.fragments import (
     FRAGMENT_BYTES,
     FragmentTable,
@@ -26,7 +23,7 @@ from rankless.engine.integrity.fragments import (
 )
 from rankless.engine.io.requests import Fragments
 from rankless.ondisk import block_crcs
-from rankless.ondisk.block_crcs import BLOCK_BYTES, Fragment
+from rankless.ondisk.block_crcs import Fragment
 
 #: The number of ranks, the number of tensors, and the bytes that each rank has of each tensor.
 RANKS, TENSORS, NBYTES = 64, 8000, 43_750
@@ -61,48 +58,6 @@ def measure_costs() -> Costs:
         byte=_measure_byte(reports),
         one_by_one=one_by_one / (RANKS * TENSORS),
     )
-
-
-@dataclass(frozen=True)
-class Hybrid:
-    """Hybrid sharding: ``ranks`` hold ``shards`` of each of ``tensors``; replicas of a shard share its writing."""
-
-    ranks: int
-    shards: int
-    tensors: int
-    tensor_bytes: int
-
-    def count_by_number(self, *, replicas_first: bool) -> tuple[int, int]:
-        """Return the fragments of a bucket of ranks with neighbouring numbers, before and after they are merged."""
-        shape = (self.ranks // self.shards, self.shards)
-        mesh = np.arange(self.ranks).reshape(shape if replicas_first else shape[::-1])
-        mesh = mesh if replicas_first else mesh.T
-        order = np.empty(self.ranks, np.int64)
-        order[mesh.ravel()] = np.arange(self.ranks)  # the place, by share and shard, of each rank
-        return self._merge_bucket(order)
-
-    def count_by_place(self) -> tuple[int, int]:
-        """Return the same for buckets of ranks in the order of the bytes that they write."""
-        return self._merge_bucket(np.arange(self.ranks))
-
-    def _merge_bucket(self, order: NDArray[np.int64]) -> tuple[int, int]:
-        """Merge the fragments of the bucket in the middle of an order."""
-        size = bucket_size(self.ranks)
-        first = self.ranks // size // 2 * size
-        columns: list[tuple[int, int, int, int]] = []
-        for place in order[first : first + size].tolist():
-            share, shard = divmod(place, self.shards)
-            shares = self.ranks // self.shards
-            start, stop = (self.tensor_bytes * edge // self.shards for edge in (shard, shard + 1))
-            cuts = [start, *range(start // BLOCK_BYTES * BLOCK_BYTES + BLOCK_BYTES, stop, BLOCK_BYTES), stop]
-            columns += [
-                (tensor, low, high, 0)
-                for tensor in range(self.tensors * share // shares, self.tensors * (share + 1) // shares)
-                for low, high in itertools.pairwise(cuts)
-            ]
-        tensor, start, stop, crc = np.array(columns, np.uint64).T
-        table = FragmentTable(tensor.astype(np.uint32), start, stop, crc)
-        return len(table.tensor), len(merge_adjacent_fragments(table).tensor)
 
 
 def _build_report(rank: int) -> bytes:

@@ -1,201 +1,210 @@
-"""``python -m benchmarks.scale``: estimates of a save and a load on many ranks, from measured single operations.
+"""``python -m benchmarks.scale``: what saves cost a job of very many ranks, and whether real processes cost the same.
 
-It measures votes over the key-value store, planning, and the merging of CRCs (``benchmarks/crc_merging.py``) on this
-machine, and takes the rest (disks, file system, network) from :data:`CLUSTER`. It prints a table for ``docs/scale.md``
-and draws its plot.
+``simulate RANKS …`` runs the product as rank 0 of jobs of Llama-3 405B whose other ranks are simulated
+(:mod:`benchmarks.simulated_job`). ``processes RANKS …`` runs it as all ranks of jobs of real processes with gloo and a
+small model, on two simulated hosts, and the same jobs simulated. Both store what they have measured in
+``benchmarks/results/scale.json``; ``python -m benchmarks.scale_tables`` writes the tables of ``docs/scale.md`` from
+that. It needs root, for mount namespaces.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+import multiprocessing as mp
+import os
+import resource
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from math import sqrt
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
+from typing import Any
 
-import msgspec
+import torch
 import torch.distributed as dist
 
-from benchmarks import crc_merging
-from benchmarks.measure import measure_seconds
-from benchmarks.planning import PARAMETERS, build_plan, build_shards
-from rankless.engine.comm.host_map import combine_outcomes, separate_outcomes
-from rankless.engine.comm.vote import VoteOutcome, unpack_outcomes
-from rankless.engine.integrity.crc_gather import MAX_FLAT_RANKS, bucket_size
-from rankless.engine.integrity.fragments import FRAGMENT_BYTES
-from rankless.ondisk.block_crcs import BLOCK_BYTES
+import rankless
+from benchmarks.counting_store import CountingStore, TrafficByPart
+from benchmarks.simulated_job import SimulatedPeers, init_simulated_group
+from benchmarks.simulated_reports import Reports
+from benchmarks.simulated_training import SMALL, Training, build_training, model_of
+from campaigns.common.namespaces import NEW_MOUNTS, unshare
+from campaigns.common.programs import run
 
-RANKS = (8, 64, 512, 2048, 16384)
+RESULTS = Path(__file__).with_name("results") / "scale.json"
 
+#: The saves of a job: the first one plans; those that follow have its plan.
+SAVES = ("first", "second", "third")
 
-@dataclass(frozen=True)
-class Cluster:
-    """A parallel file system and its clients: bandwidths in bytes/s, latencies in s, as published by their makers."""
-
-    write: float = 1e12
-    a_client: float = 5e9
-    creates: float = 20e3
-    latency: float = 1e-3
-    ranks_of_a_client: int = 8
-    to_host: float = 25e9
+#: The ranks of a host in a job of very many.
+RANKS_PER_HOST = 8
 
 
-CLUSTER = Cluster()
+@dataclass
+class SaveCosts:
+    """What one save has cost: processor seconds of rank 0, and traffic by part, of all ranks."""
 
-#: The votes of a save with a cached plan, with the one in which the ranks leave, without the one in which groups of
-#: ranks report CRCs, and the data files a rank writes into.
-VOTES, FILES = 4, 2
-
-#: The bytes of state of each rank, and the mean time between failures, in seconds, of 16,384 ranks.
-STATE, FAILURES = 350e6, 3.09 * 3600
+    seconds: float
+    traffic: dict[str, tuple[int, int, int, int]]
 
 
-@dataclass(frozen=True)
-class Costs:
-    """CPU seconds of a key that is set and read by rank 0, of an outcome decoded, of a plan, and of a CRC's work."""
+@dataclass
+class JobCosts:
+    """What the saves of a job have cost. ``plan_seconds`` are those of a plan of rank 0, ``memory`` its most bytes."""
 
-    key: float
-    outcome: float
-    plan: float
-    crc: crc_merging.Costs
+    ranks: int
+    ranks_per_host: int
+    model: str
+    saves: dict[str, SaveCosts] = field(default_factory=dict)
+    plan_seconds: float = 0.0
+    state_bytes: int = 0
+    memory: int = 0
 
 
 def main() -> None:
-    """Measure, print and draw."""
+    """Run what the command line names."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
-    parser.add_argument("--plot", type=Path, default=Path("docs/scale.svg"))
+    parser.add_argument("what", choices=["simulate", "processes"])
+    parser.add_argument("ranks", nargs="+", type=int)
+    parser.add_argument("--folder", type=Path, help="a folder of a file system with room for sparse files of terabytes")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
-    costs = measure_costs()
-    small = f"{costs.key * 1e6:.0f} us a key, {costs.outcome * 1e6:.2f} us an outcome"
-    print(f"measured: {small}, {costs.plan:.2f} s a plan; a CRC: {costs.crc}\n")
-    terms = {ranks: compute_save_terms(ranks, costs) for ranks in RANKS}
-    names = list(next(iter(terms.values())))
-    print("| ranks | " + " | ".join(names) + " | stall, eager | lost to stalls |")
-    print("|---:|" + "---:|" * (len(names) + 2))
-    for ranks, seconds in terms.items():
-        stall = STATE / CLUSTER.to_host + VOTES * compute_vote_seconds(ranks, costs) / 2
-        row = [f"{term:.2f}" for term in seconds.values()]
-        print(f"| {ranks} | " + " | ".join(row) + f" | {stall:.2f} | {compute_lost_share(stall, ranks):.2%} |")
-    print_hybrid(costs.crc)
-    draw_plot(terms, options.plot)
+    folder = options.folder or _mount_memory()
+    for ranks in options.ranks:
+        if options.what == "simulate":
+            store_costs(options.results, "simulated", run_alone(simulate_job, ranks, RANKS_PER_HOST, "large", folder))
+            continue
+        per_host = max(1, ranks // 2)
+        store_costs(options.results, "processes", run_processes(ranks, per_host, folder))
+        store_costs(options.results, "model", run_alone(simulate_job, ranks, per_host, "small", folder))
 
 
-def print_hybrid(costs: crc_merging.Costs, ranks: int = 16384) -> None:
-    """Print how long CRCs of hybrid sharding take to merge, in buckets by the numbers of ranks and by their bytes."""
-    tensors, buckets = 4 * PARAMETERS, count_groups(ranks)
-    print("\n| shards | buckets | fragments at a bucket | at rank 0 | combine CRCs |\n|---:|---|---:|---:|---:|")
-    for shards in (64, 256, 1024, 4096):
-        job = crc_merging.Hybrid(ranks, shards, tensors, int(STATE * ranks / tensors))
-        for name, (at_bucket, merged) in (
-            ("by number, replicas first", job.count_by_number(replicas_first=True)),
-            ("by number, shards first", job.count_by_number(replicas_first=False)),
-            ("by bytes", job.count_by_place()),
-        ):
-            seconds = (at_bucket + buckets * merged) * costs.fold + (
-                tensors + STATE * ranks / BLOCK_BYTES
-            ) * costs.block
-            print(f"| {shards} | {name} | {at_bucket} | {buckets * merged} | {seconds:.2f} |")
+def store_costs(results: Path, kind: str, costs: JobCosts) -> None:
+    """Add the costs of a job to the results, and print them."""
+    stored: dict[str, dict[str, Any]] = json.loads(results.read_text("utf-8")) if results.exists() else {}
+    stored.setdefault(kind, {})[str(costs.ranks)] = asdict(costs)
+    results.write_text(json.dumps(stored, indent=1) + "\n", "utf-8")
+    print(kind, json.dumps(asdict(costs)), flush=True)
 
 
-def compute_save_terms(ranks: int, costs: Costs) -> dict[str, float]:
-    """Return the seconds of each part of a background save, by name."""
-    total, clients = STATE * ranks, max(1, ranks / CLUSTER.ranks_of_a_client)
-    tensors = 4 * PARAMETERS
-    return {
-        "plan": costs.plan,
-        "votes": (VOTES + (ranks > MAX_FLAT_RANKS)) * compute_vote_seconds(ranks, costs),
-        "open files": FILES * ranks / CLUSTER.creates + CLUSTER.latency,
-        "write": max(total / CLUSTER.write, total / clients / CLUSTER.a_client),
-        "CRCs told": count_store_fragments(ranks, tensors) * FRAGMENT_BYTES * costs.crc.byte,
-        "CRCs folded": compute_merge_seconds(ranks, tensors, costs.crc),
-    }
+def simulate_job(ranks: int, per_host: int, size: str, folder: Path) -> JobCosts:
+    """Save as rank 0 of a simulated job."""
+    tcp = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=600))
+    peers = SimulatedPeers(ranks, per_host)
+    store = CountingStore(tcp, peers.act)
+    init_simulated_group(store, ranks)
+    training = build_training(model_of(ranks) if size == "large" else SMALL, ranks, 0)
+    started = time.process_time()
+    reports = Reports(training, ranks, per_host, rng=True)
+    costs = JobCosts(ranks, per_host, size, plan_seconds=time.process_time() - started)
+    costs.state_bytes = training.nbytes
+    peers.connect(store, reports)
+    for name in SAVES:
+        peers.begin_save(is_first=name == SAVES[0])
+        seconds = save_once(training, folder, name, store)
+        costs.saves[name] = SaveCosts(seconds - peers.seconds, store.traffic.rows())
+    costs.memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return costs
 
 
-def compute_vote_seconds(ranks: int, costs: Costs) -> float:
-    """Return the time of rank 0 in one vote: each host sends one key if there are several hosts."""
-    hosts = -(-ranks // CLUSTER.ranks_of_a_client)
-    return (ranks if hosts == 1 else hosts) * costs.key + ranks * costs.outcome
+def save_once(training: Training, folder: Path, name: str, store: CountingStore) -> float:
+    """Train and save. Return the processor seconds of the save, with those of its threads and of the store's server."""
+    training.step()
+    store.traffic = TrafficByPart()
+    started = time.process_time()
+    rankless.save_checkpoint(folder, name, training.model, training.optimizer, timeout=3600)
+    return time.process_time() - started
 
 
-def count_store_fragments(ranks: int, tensors: int) -> float:
-    """Return the fragments that go through the store: those of all ranks, and the merged ones of groups."""
-    by_groups = count_groups(ranks) * count_group_fragments(ranks, tensors) if ranks > MAX_FLAT_RANKS else 0
-    return ranks * tensors + by_groups
+def run_alone(job: Callable[..., JobCosts], *arguments: Any) -> JobCosts:
+    """Run a job in a process of its own, in a folder of its own."""
+    *before, folder = arguments
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        results: SimpleQueue[JobCosts] = mp.get_context("spawn").SimpleQueue()
+        process = mp.get_context("spawn").Process(target=_put_result, args=(results, job, (*before, Path(own))))
+        process.start()
+        costs = results.get()
+        process.kill()  # what a simulated job leaves needs no goodbye to ranks that do not exist
+        process.join()
+    return costs
 
 
-def compute_merge_seconds(ranks: int, tensors: int, costs: crc_merging.Costs) -> float:
-    """Return the time to merge: the first ranks of all groups in parallel; then rank 0, to the CRCs of all blocks."""
-    at_a_group = bucket_size(ranks) * tensors if ranks > MAX_FLAT_RANKS else 0
-    at_rank_0 = (
-        count_groups(ranks) * count_group_fragments(ranks, tensors) if ranks > MAX_FLAT_RANKS else ranks * tensors
-    )
-    return (at_a_group + at_rank_0) * costs.fold + (tensors + STATE * ranks / BLOCK_BYTES) * costs.block
+def _put_result(results: SimpleQueue[JobCosts], job: Callable[..., JobCosts], arguments: tuple[Any, ...]) -> None:
+    results.put(job(*arguments))
 
 
-def count_groups(ranks: int) -> int:
-    """Return how many groups report to rank 0."""
-    return -(-ranks // bucket_size(ranks))
+def run_processes(ranks: int, per_host: int, folder: Path) -> JobCosts:
+    """Save as all ranks of a job, each a process. Return the traffic of all, and the seconds of rank 0."""
+    fork = mp.get_context("fork")
+    results: SimpleQueue[tuple[int, JobCosts]] = fork.SimpleQueue()
+    with tempfile.TemporaryDirectory(dir=folder) as own, socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        server.close()
+        arguments = (ranks, per_host, Path(own), port, results)
+        processes = [fork.Process(target=_run_rank, args=(rank, *arguments)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        by_rank = dict(results.get() for _ in processes)
+        for process in processes:
+            process.join()
+    costs = by_rank[0]
+    for name in SAVES:
+        rows = [by_rank[rank].saves[name].traffic for rank in by_rank]
+        costs.saves[name].traffic = {
+            part: tuple(map(sum, zip(*(row[part] for row in rows if part in row), strict=True)))  # type: ignore[misc]
+            for part in sorted({part for row in rows for part in row})
+        }
+    return costs
 
 
-def count_group_fragments(ranks: int, tensors: int) -> float:
-    """Return a group's merged fragments: one for each tensor, and one for each further block that it spans."""
-    return tensors + bucket_size(ranks) * STATE / BLOCK_BYTES
+def _run_rank(  # noqa: PLR0917 - the arguments of a process
+    rank: int, ranks: int, per_host: int, folder: Path, port: int, results: SimpleQueue[tuple[int, JobCosts]]
+) -> None:
+    try:
+        if ranks > per_host:
+            _take_host_id(rank // per_host, folder)
+        torch.set_num_threads(1)
+        tcp = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0, timeout=timedelta(seconds=1800))
+        store = CountingStore(tcp)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=1800))
+        training = build_training(SMALL, ranks, rank)
+        costs = JobCosts(ranks, per_host, "small", state_bytes=training.nbytes)
+        for name in SAVES:
+            dist.barrier()
+            seconds = save_once(training, folder, name, store)
+            costs.saves[name] = SaveCosts(seconds, store.traffic.rows())
+        dist.barrier()
+        results.put((rank, costs))
+    except BaseException:  # noqa: BLE001 - a forked process must not return
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
 
 
-def compute_lost_share(stall: float, ranks: int) -> float:
-    """Return the share of time lost to stalls and repeated work at the best interval (Young 1974, Daly 2006)."""
-    between = FAILURES * 16384 / ranks
-    return sqrt(2 * stall / between)
+def _take_host_id(host: int, folder: Path) -> None:
+    """Give this process the kernel boot id of another host."""
+    unshare(NEW_MOUNTS)
+    run("mount", "--make-rprivate", "/")
+    boot_id = folder.parent / f"boot-{host}"
+    boot_id.write_text(f"{uuid.UUID(int=host + 1)}\n", encoding="ascii")
+    run("mount", "--bind", str(boot_id), "/proc/sys/kernel/random/boot_id")
 
 
-def measure_costs() -> Costs:
-    """Measure the costs of single operations on this machine."""
-    plan = measure_seconds(lambda: build_plan(*build_shards(4096)))
-    return Costs(_measure_key(), _measure_outcome(), plan, crc_merging.measure_costs())
-
-
-def draw_plot(terms: Mapping[int, Mapping[str, float]], path: Path) -> None:
-    """Plot the stacked parts of a save by the number of ranks."""
-    import matplotlib as mpl  # noqa: PLC0415 - only here, and slow to import
-
-    mpl.use("agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
-    chart, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
-    for name in next(iter(terms.values())):
-        axes.plot(list(terms), [seconds[name] for seconds in terms.values()], marker="o", label=name)
-    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds of a background save")
-    axes.grid(which="both", alpha=0.25)
-    axes.legend(fontsize=8)
-    chart.savefig(path)
-    plt.close(chart)
-
-
-def _measure_key(number: int = 4096) -> float:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    keys = [f"vote/{rank}" for rank in range(number)]
-
-    def vote() -> None:
-        for key in keys:
-            store.set(key, "0" * 64)
-        store.multi_get(keys)
-
-    return measure_seconds(vote) / number
-
-
-def _measure_outcome(hosts: int = 512) -> float:
-    ranks = range(CLUSTER.ranks_of_a_client)
-    pack = msgspec.msgpack.Encoder().encode
-    messages = [
-        combine_outcomes([pack(VoteOutcome(f"{host} {rank}".encode().ljust(80))) for rank in ranks])
-        for host in range(hosts)
-    ]
-
-    def decode() -> None:
-        unpack_outcomes([outcome for message in messages for outcome in separate_outcomes(message)])
-
-    return measure_seconds(decode) / (hosts * len(ranks))
+def _mount_memory() -> Path:
+    """Return a folder in memory, in a mount namespace of this process, with room for sparse files."""
+    unshare(NEW_MOUNTS)
+    run("mount", "--make-rprivate", "/")
+    folder = Path(tempfile.mkdtemp())
+    run("mount", "-t", "tmpfs", "-o", "size=1000T", "none", str(folder))
+    return folder
 
 
 if __name__ == "__main__":

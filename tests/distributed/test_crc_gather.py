@@ -14,15 +14,18 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 import rankless
+from rankless.engine.comm.job_store import DeadlineStore
 from rankless.engine.comm.session import RankGroup as Members
 from rankless.engine.integrity import crc_gather
 from rankless.engine.io.requests import Fragment
 from rankless.errors import RankFailedError, RanklessError, RankTimeoutError
+from rankless.storage.host_mailbox import HostMailbox
 from tests.helpers import layout_checkpoints
 from tests.helpers.layouts import LAYOUTS, fill_run
 from tests.helpers.pairwise import first_of
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_names
+from tests.helpers.simulated_hosts import simulated_host
 
 #: Groups of two of four ranks, of three, three and two of eight.
 IN_GROUPS = mock.patch.object(crc_gather, "MAX_FLAT_RANKS", 1)
@@ -94,9 +97,55 @@ def tell() -> tuple[list[int], list[str], list[str]]:
 
 def test_rank_0_is_told_by_the_first_of_each_group_and_nothing_stays_in_the_store(ranks: Ranks) -> None:
     (reported, *_), *_ = results = ranks(8, tell)
-    assert reported == [1, 0, 0, 1, 0, 0, 1, 0]
+    assert reported == [1, 1, 1]
     assert all(said == [str(rank) for rank in range(8)] for _, said, _ in results)
     assert not any(keys for _, _, keys in results)
+
+
+def report_on_host(host: str, boards: str, *, is_lost: bool) -> tuple[list[str], bytes]:
+    """Report CRCs on two hosts: the keys that this rank has set for them in the store, and what rank 0 has got."""
+    stored: list[str] = []
+    set_value = DeadlineStore.set
+
+    def note_key(store: DeadlineStore, key: str, value: bytes = b"") -> None:
+        stored.extend([key] if key.startswith("hashed/") else [])
+        set_value(store, key, value)
+
+    read = HostMailbox.read
+
+    def lose_report(board: HostMailbox, name: str) -> bytes | None:
+        return None if is_lost and "hashed" in str(board._path) else read(board, name)
+
+    lost = mock.patch.object(HostMailbox, "read", lose_report)
+    group = dist.new_group(range(dist.get_world_size()))  # which does not know its hosts yet
+    with simulated_host(host, boards), IN_GROUPS, mock.patch.object(DeadlineStore, "set", note_key):
+        session = Members(group).open_session(20.0)
+        session.run_on_all("meeting", lambda: None)
+        start = 100 * session.rank
+        hashed = crc_gather.HashedResult({0: [Fragment(start, start + 100, 7)]}, bytes([session.rank]))
+        with lost:
+            decision = crc_gather.vote_with_fragments(
+                session,
+                "testing",
+                lambda: hashed,
+                lambda crcs, payloads: b"".join(payloads) + f" {[row[:2] for row in crcs[0]]}".encode(),
+            )
+    return stored, decision
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_host_stores_one_report_and_each_rank_its_own_if_a_message_is_lost(
+    ranks: Ranks, tmp_path: Path, is_lost: bool
+) -> None:
+    results = ranks(6, report_on_its_host, str(tmp_path), is_lost)
+    assert {decision for _, decision in results} == {bytes(range(6)) + b" [(0, 600)]"}
+    names = sorted(key.split("/", 3)[3] for stored, _ in results for key in stored)
+    assert names == ([str(rank) for rank in range(6)] if is_lost else ["host/0", "host/1"])
+    assert not list(tmp_path.rglob("*hashed*"))
+
+
+def report_on_its_host(boards: str, is_lost: bool) -> tuple[list[str], bytes]:
+    return report_on_host("ab"[dist.get_rank() // 3], boards, is_lost=is_lost)
 
 
 @contextmanager
@@ -133,7 +182,7 @@ def failing(path: str, where: str, who: int, what: Any) -> float:
 #: What a rank does before it tells its group, in telling it, and what a group's first rank does then.
 STEPS = [
     ("rankless.save.shard_writer.write_file_ranges", 3),
-    ("rankless.engine.integrity.crc_gather._RankBucket.publish_report", 1),
+    ("rankless.engine.integrity.crc_gather.StoredReports.publish", 1),
     ("rankless.engine.integrity.crc_gather.merge_adjacent_fragments", 2),
     ("rankless.engine.integrity.crc_gather.decode_fragments", 0),
 ]

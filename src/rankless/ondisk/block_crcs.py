@@ -63,7 +63,12 @@ def assemble_crcs(fragments: Sequence[Fragment], nbytes: int) -> list[int | None
     """
     if len(fragments) == 1 and nbytes <= BLOCK_BYTES:
         return [_combine_fragments(fragments, 0, nbytes)]
-    block_crcs: list[int | None] = []
+    block_crcs: list[int | None] = [
+        crc for block, (start, stop, crc) in enumerate(fragments) if (start, stop) == block_range(block, nbytes)
+    ]
+    if len(block_crcs) == len(fragments) == count_blocks(nbytes):  # as after a merge: there are very many
+        return block_crcs
+    block_crcs = []
     ordered = sorted(set(fragments))
     position = 0
     for block in range(count_blocks(nbytes)):

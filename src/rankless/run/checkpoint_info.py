@@ -7,7 +7,7 @@ must not read thousands of them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -92,6 +92,16 @@ class CheckpointInfo:
             world_size=manifest.provenance.world_size,
             incarnation=manifest.incarnation,
         )
+
+    def encode(self) -> bytes:
+        """Encode all but the path, for a message to ranks that know it. A save calls it on rank 0 when it commits."""
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "path"}
+        return msgspec.msgpack.encode(values)
+
+    @classmethod
+    def decode(cls, path: Path, raw: bytes) -> CheckpointInfo:
+        """Decode what :meth:`encode` has encoded on another rank."""
+        return cls(path=path, **msgspec.msgpack.decode(raw))
 
     @property
     def is_copy(self) -> bool:

@@ -30,7 +30,6 @@ from rankless.formats.native import read_manifest
 from rankless.observe.reporter import note_corrupt
 from rankless.observe.spans import traced
 from rankless.observe.warning import warn_or_log
-from rankless.ondisk import manifest
 from rankless.ondisk.hidden_names import HiddenName
 from rankless.process.prepared_types import prepared
 from rankless.run.checkpoint_info import CheckpointInfo
@@ -186,7 +185,7 @@ class RunFolderOutput:
         if base is None or not all(posted) or not saves:
             return []
         self._sharing_saves = saves
-        ranks = [msgspec.msgpack.decode(raw, type=_Samples) for raw in posted]
+        ranks = [msgspec.msgpack.decode(raw, type=_Samples) for raw in dict.fromkeys(posted)]  # mostly equal ones
         return [rank.files for rank in ranks] if {rank.base for rank in ranks} == {base.id} else []
 
     @traced("create the files", "write")
@@ -299,11 +298,12 @@ class RunFolderOutput:
             committed = self._files.finalize(fragments, small_files, content.make_manifest, unchanged)
             files = identify_files(self._pending.path, committed)
             self._committed_files = files if self._base_files is None else self._base_files.check_links(files)
-            self._publish(CheckpointInfo.of(self._path, committed))
-            return manifest.encode_manifest(committed)
+            info = CheckpointInfo.of(self._path, committed)
+            self._publish(info)
+            return info.encode()  # not the manifest: of a large job it has half a megabyte, and each host reads this
 
         raw = vote_with_fragments(self._session, "writing", write_share, commit, self._plan.rank_order)
-        committed = manifest.decode_manifest(raw, manifest.NAME)
+        committed = CheckpointInfo.decode(self._path, raw)
         if self._known.checkpoint is self._base:  # else a load has replaced it
             self._known.checkpoint = BaseCheckpoint(
                 self._path,
@@ -313,7 +313,7 @@ class RunFolderOutput:
                 self._versions,
                 self._sharing_saves if self.shared_nbytes else 0,
             )
-        return CheckpointInfo.of(self._path, committed)
+        return committed
 
     @traced("rename", "commit")
     def _publish(self, saved: CheckpointInfo) -> None:

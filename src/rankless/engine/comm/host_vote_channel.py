@@ -17,6 +17,7 @@ store decides. Rank 0 alone calls the methods that say so; all ranks call the ot
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from rankless.engine.comm import polling
 from rankless.engine.comm.host_map import HostMap, combine_outcomes, separate_outcomes
@@ -41,13 +42,23 @@ class HostVoteChannel(VoteChannel):
         super().__init__(store, vote, len(hosts.host_of))
         self._hosts, self._rank, self._board = hosts, rank, board
         self._own_ranks = hosts.ranks_of[hosts.host_of[rank]]
-        self._host_keys = [self._key(f"host/{host}") for host in range(len(hosts.ranks_of))]
-        self._own_key = self._host_keys[hosts.host_of[rank]]
+        self._own_key = self._host_key(hosts.host_of[rank])
         self._outcome: bytes | None = None
         self._deadline = self._patience = Deadline(0)
         self._is_direct, self._is_settled = False, False
-        #: The hosts whose outcomes rank 0 has not found yet.
-        self._missing = list(range(len(hosts.ranks_of)))
+
+    @cached_property
+    def _host_keys(self) -> list[str]:
+        """The keys of all hosts: most ranks need only that of their own."""
+        return [self._host_key(host) for host in range(len(self._hosts.ranks_of))]
+
+    @cached_property
+    def _missing(self) -> list[int]:
+        """The hosts whose outcomes rank 0 has not found yet."""
+        return list(range(len(self._hosts.ranks_of)))
+
+    def _host_key(self, host: int) -> str:
+        return self._key(f"host/{host}")
 
     @property
     def outcome_keys(self) -> list[str]:
@@ -72,7 +83,8 @@ class HostVoteChannel(VoteChannel):
 
         A message within the host is not enough: if it is lost, no rank is left to send it again.
         """
-        key, host = self._host_keys[self._hosts.host_of[rank]], self._hosts.host_of[rank]
+        host = self._hosts.host_of[rank]
+        key = self._host_key(host)
         if self._store.add(_count_key(key), 1) == len(self._hosts.ranks_of[host]):
             self._store.set(key)
 
@@ -138,11 +150,11 @@ class HostVoteChannel(VoteChannel):
 
     def has_posted(self, rank: int) -> bool:
         """Return whether a rank, or its whole host, has posted to the store."""
-        return self._store.check([self._host_keys[self._hosts.host_of[rank]]]) or super().has_posted(rank)
+        return self._store.check([self._host_key(self._hosts.host_of[rank])]) or super().has_posted(rank)
 
     def find_unposted(self) -> list[int]:
         """Return the ranks that have not posted to the store."""
-        missing = [host for host, key in enumerate(self._host_keys) if not self._store.check([key])]
+        missing = self.find_absent_keys(self._host_keys)
         ranks = [rank for host in missing for rank in self._hosts.ranks_of[host]]
         return [rank for rank in sorted(ranks) if not super(HostVoteChannel, self).has_posted(rank)]
 
@@ -218,7 +230,7 @@ class HostVoteChannel(VoteChannel):
         self._is_settled = True
 
     def _has_host_posted(self, host: int) -> bool:
-        return self._store.check([self._host_keys[host]]) or self._store.check(self._rank_keys_of(host))
+        return self._store.check([self._host_key(host)]) or self._store.check(self._rank_keys_of(host))
 
     def _read_by_host(self) -> Sequence[list[bytes]]:
         """Return the outcomes of the ranks of each host."""
@@ -232,7 +244,7 @@ class HostVoteChannel(VoteChannel):
         ]
 
     def _rank_keys_of(self, host: int) -> list[str]:
-        return [self._rank_keys[rank] for rank in self._hosts.ranks_of[host]]
+        return [self._key(rank) for rank in self._hosts.ranks_of[host]]
 
 
 def _count_key(host_key: str) -> str:

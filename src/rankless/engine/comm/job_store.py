@@ -11,7 +11,7 @@ torch: its calls have no deadline, and two threads inside it would wait for each
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -67,6 +67,12 @@ class DeadlineStore:
     def set(self, key: str, value: bytes = b"") -> None:
         """Set the value of a key."""
         self._executor.call_with_timeout(self._seconds, partial(self._store.set, self._full_key(key), value))  # type: ignore[arg-type]
+
+    def set_all(self, values: Mapping[str, bytes]) -> None:
+        """Set the values of many keys with one call."""
+        keys = [self._full_key(key) for key in values]
+        call = partial(self._store.multi_set, keys, list(values.values()))  # type: ignore[attr-defined]
+        self._executor.call_with_timeout(self._seconds, call)
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number under a key, and return the sum."""

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 #: The key of the number of ids that were ever added.
 _ARRIVALS = "arrivals"
 
+#: The most arrivals that are answered with one call.
+_BATCH = 256
+
 _PHASE = "meeting for the first time"
 
 
@@ -93,7 +96,7 @@ class Rendezvous:
             self._has_arrived = True
         if store.check([_answer_key(self._id)]):
             (name,) = store.get(_answer_key(self._id))
-            store.set(_known_key(name.decode(), self._rank))
+            store.add(_known_key(name.decode()), 1)
             store.delete_keys(_answer_key(self._id))
             self._name, self.is_over = name.decode(), True
 
@@ -102,14 +105,25 @@ class Rendezvous:
         count = store.add(_ARRIVALS, 0)
         self._unset.update(range(self._seen + 1, count + 1))
         self._seen = count
-        for number in sorted(self._unset):
-            if store.check([_arrival_key(number)]):  # otherwise it is about to be set, or never was
-                (arrival_id,) = store.get(_arrival_key(number))
-                store.set(_answer_key(arrival_id.decode()), self._id.encode())
-                self._unset.remove(number)
-                self._answered += 1
+        unset = sorted(self._unset)
+        for first in range(0, len(unset), _BATCH):
+            self._answer_batch(store, unset[first : first + _BATCH])
         if self._answered >= self._size - 1:
-            self.is_over = store.check([_known_key(self._id, rank) for rank in range(1, self._size)])
+            self.is_over = store.add(_known_key(self._id), 0) >= self._size - 1
+
+    def _answer_batch(self, store: DeadlineStore, numbers: Sequence[int]) -> None:
+        """Store the name under the ids of arrivals: at once if all are set, else one by one.
+
+        One that is not set is about to be, or never was.
+        """
+        if not store.check([_arrival_key(number) for number in numbers]):
+            for number in numbers if len(numbers) > 1 else ():
+                self._answer_batch(store, [number])
+            return
+        ids = store.get(*map(_arrival_key, numbers))
+        store.set_all({_answer_key(arrival_id.decode()): self._id.encode() for arrival_id in ids})
+        self._unset.difference_update(numbers)
+        self._answered += len(numbers)
 
 
 def _arrival_key(number: int) -> str:
@@ -120,8 +134,9 @@ def _answer_key(arrival_id: str) -> str:
     return f"answer/{arrival_id}"
 
 
-def _known_key(name: str, rank: int) -> str:
-    return f"known/{name}/{rank}"
+def _known_key(name: str) -> str:
+    """Return the key of the number of ranks that know the name."""
+    return f"known/{name}"
 
 
 class SessionStore(DeadlineStore):

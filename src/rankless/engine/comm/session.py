@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from rankless.engine.comm.daemon_executor import DaemonExecutor
-from rankless.engine.comm.host_map import HostAgreement
+from rankless.engine.comm.host_map import HostAgreement, HostMap
+from rankless.engine.comm.host_messages import HostMessages
 from rankless.engine.comm.host_vote_channel import HostVoteChannel
 from rankless.engine.comm.job_store import DeadlineStore
 from rankless.engine.comm.known_failures import known_failures
@@ -313,8 +314,30 @@ class Session:
             return VoteChannel(store, vote, self.size)
         if vote == 1:
             remove_stale_boards()
-        board = HostMailbox(f"{store.prefix()}{hosts.host_of[self.rank]}/{vote}".replace("/", "-"))
-        return HostVoteChannel(store, vote, hosts, self.rank, board)
+        return HostVoteChannel(store, vote, hosts, self.rank, self._open_mailbox(store, hosts, str(vote)))
+
+    def _open_mailbox(self, store: DeadlineStore, hosts: HostMap, name: str) -> HostMailbox:
+        return HostMailbox(f"{store.prefix()}{hosts.host_of[self.rank]}/{name}".replace("/", "-"))
+
+    def open_host_messages(self, name: str) -> HostMessages | None:
+        """Return the messages of this vote between the ranks of each host, under a name; ``None`` without such hosts.
+
+        :mod:`rankless.engine.integrity.crc_gather` calls it on all ranks in the work of a vote.
+        """
+        hosts = self._agreement.hosts
+        if self.store is None or hosts is None or not hosts.can_combine:
+            return None
+        return HostMessages(self._open_mailbox(self.store, hosts, f"{self._votes}-{name}"), hosts, self.rank)
+
+    @property
+    def hosts(self) -> HostMap | None:
+        """The hosts of all ranks, once they are known."""
+        return self._agreement.hosts
+
+    @property
+    def vote_number(self) -> int:
+        """The number of the latest vote, which is equal on all ranks during its work."""
+        return self._votes
 
     def run_on_all(self, phase: str, work: Callable[[], T]) -> T:
         """Do ``work`` on every rank; all succeed, or all raise the same error.

@@ -8,6 +8,7 @@ publishes a decision in any case, also if it is interrupted: the others would wa
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -30,6 +31,9 @@ _FEW = 64
 
 #: Most ranks that a message lists.
 _SHOWN = 8
+
+#: The bytes from which on a decision is compressed, and its first byte then, with which no packed decision begins.
+_MIN_COMPRESSED, _COMPRESSED = 4096, b"\xc1"
 
 #: Makes rank 0's decision over the results of all ranks.
 Decide = Callable[[list[bytes]], bytes]
@@ -80,6 +84,20 @@ _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(VoteOutcome).decode
 
 
+def encode_decision(decision: VoteOutcome) -> bytes:
+    """Encode a decision. A large one is compressed: all ranks read it, or one of each host.
+
+    That of the first vote has a number for each rank.
+    """
+    packed = _pack(decision)
+    return packed if len(packed) < _MIN_COMPRESSED else _COMPRESSED + zlib.compress(packed, 1)
+
+
+def decode_decision(raw: bytes) -> VoteOutcome:
+    """Decode a decision."""
+    return _unpack(zlib.decompress(raw[1:]) if raw[:1] == _COMPRESSED else raw)
+
+
 class VoteRound:
     """One vote: every rank posts, rank 0 decides, every rank gets the decision."""
 
@@ -106,7 +124,7 @@ class VoteRound:
             decision = VoteOutcome(failure=RankFailure.from_error(error))
             raise
         finally:
-            self._channel.publish_decision(_pack(decision))
+            self._channel.publish_decision(encode_decision(decision))
         self._channel.delete_outcomes()
         self._channel.close()
         return decision
@@ -138,7 +156,7 @@ class VoteRound:
             self._channel.give_up()
             self._channel.close()
             raise
-        decision = _unpack(self._channel.read_decision())
+        decision = decode_decision(self._channel.read_decision())
         self._channel.close()
         self._agreement.learn(decision.hosts)
         return decision

@@ -7,10 +7,16 @@ back to it. A rank must post :meth:`give_up` before it raises, because rank 0 lo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+
 from rankless.engine.comm.job_store import DeadlineStore
 
 #: The names of messages for all ranks: rank 0 has found all outcomes, its decision, and the type of a rank's error.
 COLLECTED, DECISION, FAILED = "collected", "decision", "failed"
+
+#: The most keys that are looked at with one call, to find those that are not set.
+_BATCH = 64
 
 #: The name of the message of a rank that has timed out.
 _GIVEN_UP = "given up"
@@ -24,7 +30,11 @@ class VoteChannel:
 
     def __init__(self, store: DeadlineStore, vote: int | str, size: int) -> None:
         self._store, self._vote, self.size = store, vote, size
-        self._rank_keys = [self._key(rank) for rank in range(size)]
+
+    @cached_property
+    def _rank_keys(self) -> list[str]:
+        """The keys of all ranks: most ranks of a large job need only their own."""
+        return [self._key(rank) for rank in range(self.size)]
 
     @property
     def outcome_keys(self) -> list[str]:
@@ -43,7 +53,7 @@ class VoteChannel:
 
     def post_outcome(self, rank: int, outcome: bytes) -> None:
         """Post the outcome of a rank."""
-        self._store.set(self._rank_keys[rank], outcome)
+        self._store.set(self._key(rank), outcome)
 
     def post_failure(self, kind: str) -> None:
         """Publish that a rank has failed, with the name of its error's type."""
@@ -91,7 +101,16 @@ class VoteChannel:
 
     def find_unposted(self) -> list[int]:
         """Return the ranks that have not posted."""
-        return [rank for rank in range(self.size) if not self.has_posted(rank)]
+        return self.find_absent_keys(self._rank_keys)
+
+    def find_absent_keys(self, keys: Sequence[str]) -> list[int]:
+        """Return the numbers of the keys that are not set, with few calls if most are."""
+        absent: list[int] = []
+        for first in range(0, len(keys), _BATCH):
+            batch = range(first, min(first + _BATCH, len(keys)))
+            if not self._store.check([keys[number] for number in batch]):
+                absent += (number for number in batch if not self._store.check([keys[number]]))
+        return absent
 
     def does_rank_0_wait(self) -> bool:
         """Return whether rank 0 has come, and waits for other ranks."""
@@ -99,7 +118,7 @@ class VoteChannel:
 
     def has_posted(self, rank: int) -> bool:
         """Return whether a rank has posted."""
-        return self._store.check([self._rank_keys[rank]])
+        return self._store.check([self._key(rank)])
 
     def give_up(self) -> None:
         """Publish that a rank has timed out: it has raised already, so nothing may be committed."""
@@ -119,7 +138,7 @@ class VoteChannel:
 
     def depart(self, rank: int) -> None:
         """Post that a rank leaves. No rank but rank 0 waits for others."""
-        self._store.set(self._rank_keys[rank])
+        self._store.set(self._key(rank))
 
     def close(self) -> None:
         """End the vote on this rank, which knows the decision or has timed out."""

@@ -25,6 +25,9 @@ from rankless.ondisk.block_crcs import BLOCK_BYTES, block_range, count_blocks
 
 _ROW = np.dtype([("tensor", "<u4"), ("block", "<u4"), ("hashed", "<u8"), ("trusted", "<u8"), ("crc", "<u8")])
 
+#: The size of an encoded sum.
+SUM_BYTES = _ROW.itemsize
+
 
 class BlockSums(NamedTuple):
     """Sums as columns, one row for each block of a tensor, in order.

@@ -1,9 +1,12 @@
-"""Gathering of the CRCs of all ranks on rank 0: in one step, or in two steps if there are many ranks.
+"""Gathering of the CRCs of all ranks on rank 0: in one step, or in two or three steps if there are many ranks.
 
-Ranks are put into buckets in an order in which ranks with adjacent bytes are neighbours (see
-:mod:`rankless.engine.plan.rank_order`). The first rank of a bucket merges the CRCs of the bucket, and rank 0
-receives about as much from each bucket as from one rank. No rank waits for another here: a vote after which all have
-reported comes first, and names the ranks that have not.
+1. If hosts have several ranks, the last rank of a host merges the CRCs of the host, and stores them. Otherwise, or if a
+   message within a host was lost, each rank stores its own.
+2. These reports are put into buckets in an order in which those of adjacent bytes are neighbours (see
+   :mod:`rankless.engine.plan.rank_order`). The first rank of a bucket merges the reports of the bucket.
+3. Rank 0 receives about as much from each bucket as from one rank.
+
+No rank waits for another here: a vote after which all have reported comes first, and names the ranks that have not.
 
 The votes on the writing of saves, drains, components and conversions, and the votes of incremental saves, go through
 here. With more than :data:`MAX_FLAT_RANKS` ranks the decision of rank 0, such as the commit, runs in the second vote,
@@ -13,15 +16,18 @@ here. With more than :data:`MAX_FLAT_RANKS` ranks the decision of rank 0, such a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from rankless.engine.comm.host_messages import HostMessages
 from rankless.engine.comm.job_store import DeadlineStore
 from rankless.engine.comm.session import Session, translate_store_errors
-from rankless.engine.integrity.block_sums import BlockSums
+from rankless.engine.integrity.block_sums import SUM_BYTES, BlockSums
+from rankless.engine.integrity.column_tables import compress_rows, decompress_rows
 from rankless.engine.integrity.fragments import (
+    FRAGMENT_BYTES,
     FragmentTable,
     decode_fragments,
     encode_fragments,
@@ -33,6 +39,12 @@ from rankless.process.prepared_types import prepared
 
 #: The most ranks that report to rank 0 directly.
 MAX_FLAT_RANKS = 64
+
+#: What became of a rank's CRCs: they are in the store, or another rank of the host stores them.
+_STORED, _POSTED = b"+", b"."
+
+#: The decision that all ranks store their own CRCs, because messages within a host were lost.
+_LOST = b"!"
 
 
 class HashedResult(NamedTuple):
@@ -50,7 +62,12 @@ Crcs = TypeVar("Crcs")
 
 
 class _CrcCodec(Protocol[Crcs]):
-    """A way to encode CRCs, to merge the encoded ones of several ranks, and to decode those of all."""
+    """A way to encode CRCs, to merge the encoded ones of several ranks, and to decode those of all.
+
+    ``row_bytes`` is the size of the numbers of one CRC.
+    """
+
+    row_bytes: int
 
     def encode(self, crcs: Crcs, /) -> bytes: ...
 
@@ -60,6 +77,8 @@ class _CrcCodec(Protocol[Crcs]):
 
 
 class _FragmentCodec:
+    row_bytes = FRAGMENT_BYTES
+
     def encode(self, crcs: Fragments) -> bytes:
         return encode_fragments(crcs)
 
@@ -71,6 +90,8 @@ class _FragmentCodec:
 
 
 class _SumCodec:
+    row_bytes = SUM_BYTES
+
     def encode(self, crcs: BlockSums) -> bytes:
         return crcs.to_bytes()
 
@@ -154,8 +175,17 @@ class _CrcVote(msgspec.Struct, Generic[Crcs], frozen=True):
         session = self.session
         if session.store is None or session.size <= MAX_FLAT_RANKS:
             return self._vote_flat(work, decide)
-        bucket = _RankBucket(session.rank, rank_order or range(session.size), session.store, self.phase)
-        return self._vote_in_buckets(bucket, work, decide)
+        reports = StoredReports(session, session.store, self.phase, rank_order or range(session.size), self._merge)
+        return self._vote_in_buckets(reports, work, decide)
+
+    def _pack(self, report: bytes) -> bytes:
+        return compress_rows(report, self.codec.row_bytes)
+
+    def _unpack(self, reports: Iterable[bytes]) -> Iterator[bytes]:
+        return (decompress_rows(packed, self.codec.row_bytes) for packed in reports if packed)
+
+    def _merge(self, reports: Iterable[bytes]) -> bytes:
+        return self._pack(self.codec.merge(self._unpack(reports)))
 
     def _vote_flat(self, work: Callable[[], tuple[Crcs, bytes]], decide: Callable[[Crcs, list[bytes]], bytes]) -> bytes:
         def encode(hashed: tuple[Crcs, bytes]) -> bytes:
@@ -170,7 +200,7 @@ class _CrcVote(msgspec.Struct, Generic[Crcs], frozen=True):
 
     def _vote_in_buckets(
         self,
-        bucket: _RankBucket,
+        reports: StoredReports,
         work: Callable[[], tuple[Crcs, bytes]],
         decide: Callable[[Crcs, list[bytes]], bytes],
     ) -> bytes:
@@ -178,57 +208,126 @@ class _CrcVote(msgspec.Struct, Generic[Crcs], frozen=True):
 
         def work_and_report() -> bytes:
             crcs, payload = work()
-            bucket.publish_report(self.codec.encode(crcs))
-            return payload
+            return reports.publish(self._pack(self.codec.encode(crcs))) + payload
 
         def collect(posted: list[bytes]) -> bytes:
-            payloads.extend(posted)
-            return b""
+            payloads.extend(outcome[1:] for outcome in posted)
+            return reports.check_hosts([outcome[:1] for outcome in posted])
 
         try:
-            self.session.vote(self.phase, work_and_report, lambda payload: payload, collect)
+            _, lost = self.session.vote(self.phase, work_and_report, bytes, collect)
+            if lost:
+                self.session.run_on_all("reporting CRCs", reports.publish_own)
             _, decision = self.session.vote(
                 "gathering CRCs",
-                lambda: bucket.merge_reports(self.codec.merge),
-                lambda merged: merged,
-                lambda posted: decide(self.codec.decode(posted), payloads),
+                reports.merge_bucket,
+                bytes,
+                lambda posted: decide(self.codec.decode(self._unpack(posted)), payloads),
             )
         finally:
-            bucket.delete_report()
+            reports.delete()
         return decision
 
 
-class _RankBucket:
-    """A rank and its neighbours in an order of all ranks; the first of them merges the CRCs of all."""
+class StoredReports:
+    """The reports in the store, of hosts or of ranks, and the bucket that this rank merges if it is the first of one.
 
-    def __init__(self, rank: int, rank_order: Sequence[int], store: DeadlineStore, phase: str) -> None:
-        ranks = bucket_of(rank, rank_order)
-        self._is_leader = rank == ranks[0]
-        self._key, self._store = _report_key(phase, rank), store
-        self._bucket_keys = [_report_key(phase, other) for other in ranks]
+    ``merge`` merges packed CRCs. Each rank has one in a vote on CRCs.
+    """
 
-    def publish_report(self, report: bytes) -> None:
-        """Store the CRCs of this rank for the leader of the bucket."""
-        with translate_store_errors("reporting CRCs"):
-            self._store.set(self._key, report)
+    def __init__(
+        self,
+        session: Session,
+        store: DeadlineStore,
+        phase: str,
+        rank_order: Sequence[int],
+        merge: Callable[[Iterable[bytes]], bytes],
+    ) -> None:
+        self._session, self._store, self._merge, self._rank_order = session, store, merge, rank_order
+        self._prefix = f"hashed/{phase}/{session.vote_number + 1}"
+        #: The messages within the host, and whether hosts report, not ranks.
+        self._messages: HostMessages | None = None
+        self._is_by_host = False
+        self._report, self._stored = b"", list[str]()
 
-    def merge_reports(self, merge: Callable[[Iterable[bytes]], bytes]) -> bytes:
-        """Return the merged CRCs of the bucket on its leader, nothing on other ranks.
+    def publish(self, report: bytes) -> bytes:
+        """Store the CRCs of this rank, or leave them to the last rank of the host. Return what became of them.
 
-        All ranks of the bucket have reported by now.
+        Called in the work of the first vote.
         """
-        if not self._is_leader:
+        self._report = report
+        self._messages = self._session.open_host_messages("hashed")
+        self._is_by_host = self._messages is not None
+        if self._messages is None:
+            self.publish_own()
+            return _STORED
+        messages = self._messages.post(report)
+        if not messages:
+            return _POSTED
+        self._set(f"host/{self._messages.host}", self._merge(messages))
+        return _STORED
+
+    def publish_own(self) -> None:
+        """Store the CRCs of this rank.
+
+        All ranks call it if a message within a host was lost.
+        """
+        self._is_by_host = False
+        self._set(str(self._session.rank), self._report)
+
+    def _set(self, name: str, report: bytes) -> None:
+        with translate_store_errors("reporting CRCs"):
+            self._store.set(self._key(name), report)
+        self._stored.append(self._key(name))
+
+    def check_hosts(self, published: Sequence[bytes]) -> bytes:
+        """Return whether the reports of a host are missing, as the decision on what became of those of each rank."""
+        hosts = self._session.hosts
+        if hosts is None or not hosts.can_combine:
             return b""
+        complete = {host for host, outcome in zip(hosts.host_of, published, strict=True) if outcome == _STORED}
+        return b"" if len(complete) == len(hosts.ranks_of) else _LOST
+
+    def merge_bucket(self) -> bytes:
+        """Return the merged CRCs of a bucket on its first rank, nothing on other ranks.
+
+        All reports of the bucket are in the store by now.
+        """
+        names = self._names_of_bucket()
+        if not names:
+            return b""
+        keys = list(map(self._key, names))
         with translate_store_errors("gathering CRCs"):
-            if not self._store.check(self._bucket_keys):
+            if not self._store.check(keys):
                 raise RankTimeoutError("this rank came too late: other ranks have stopped waiting for it")
-            reports = self._store.get(*self._bucket_keys)
-        return merge(reports)
+            reports = self._store.get(*keys)
+        return self._merge(reports)
 
-    def delete_report(self) -> None:
-        """Delete the stored CRCs of this rank."""
-        self._store.delete_keys(self._key)
+    def _names_of_bucket(self) -> list[str]:
+        """Return the names of the reports that this rank merges."""
+        hosts, rank = self._session.hosts, self._session.rank
+        if hosts is None or not self._is_by_host:
+            bucket = bucket_of(rank, self._rank_order)
+            return list(map(str, bucket)) if bucket[0] == rank else []
+        first_ranks = first_ranks_of_hosts(hosts.host_of, self._rank_order)
+        if first_ranks[hosts.host_of[rank]] != rank:
+            return []
+        bucket = bucket_of(hosts.host_of[rank], list(first_ranks))
+        return [f"host/{host}" for host in bucket] if bucket[0] == hosts.host_of[rank] else []
+
+    def delete(self) -> None:
+        """Delete what this rank has stored and posted."""
+        self._store.delete_keys(*self._stored)
+        if self._messages is not None:
+            self._messages.withdraw()
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
 
 
-def _report_key(phase: str, rank: int) -> str:
-    return f"hashed/{phase}/{rank}"
+def first_ranks_of_hosts(host_of: Sequence[int], rank_order: Sequence[int]) -> dict[int, int]:
+    """Return the first rank of each host in an order of all ranks, in this order."""
+    first_ranks: dict[int, int] = {}
+    for rank in rank_order:
+        first_ranks.setdefault(host_of[rank], rank)
+    return first_ranks

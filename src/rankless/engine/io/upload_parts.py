@@ -277,7 +277,7 @@ def _select_transfers(received: TransferTable, upload_round: _Round) -> Transfer
         (received.files > edge.file) | ((received.files == edge.file) & (received.starts >= edge.offset))
         for edge in upload_round
     )
-    return TransferTable(*(column[low & ~high] for column in received))
+    return received.select_rows(low & ~high)
 
 
 def _group_parts(

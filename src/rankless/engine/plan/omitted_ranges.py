@@ -13,14 +13,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 from msgspec.structs import replace
 
-from rankless.engine.plan.cell_transfers import CellTransfer, tabulate_transfers
+from rankless.engine.plan.cell_transfers import CellTransfer, TransferTable, tabulate_transfers
 from rankless.engine.plan.element_ranges import ElementRange
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.engine.plan.stripe_owners import StripeTask
 from rankless.ondisk.data_files import DataFile
+
+#: A byte after that of every file.
+_END = 2**62
 
 #: Ranges of bytes by the number of the file: ascending, and neither overlapping nor adjacent.
 OmittedRanges = Mapping[int, Sequence[ElementRange]]
@@ -38,14 +42,31 @@ def omit_ranges(plan: SavePlan, omitted: OmittedRanges) -> SavePlan:
     """
     if not omitted:
         return plan
-    received = [part for transfer in plan.received.to_transfers() for part in _remaining_transfers(transfer, omitted)]
     return replace(
         plan,
         file_ranges=[part for file_range in plan.file_ranges for part in _remaining_ranges(file_range, omitted)],
         stripe_tasks=[task for task in plan.stripe_tasks if _is_written(task, omitted)],
         sent=[part for transfer in plan.sent for part in _remaining_transfers(transfer, omitted)],
-        received=tabulate_transfers(received),
+        received=_remaining_received(plan.received, omitted),
     )
+
+
+def _remaining_received(received: TransferTable, omitted: OmittedRanges) -> TransferTable:
+    """Return the transfers without what is omitted. Only those that are cut are looked at one by one."""
+    is_kept, is_cut = np.ones(len(received.files), bool), np.zeros(len(received.files), bool)
+    for file, ranges in omitted.items():
+        first, last = np.searchsorted(received.files, (file, file + 1))
+        starts, stops = received.starts[first:last], received.stops[first:last]
+        lows, highs = np.array([*ranges, (_END, _END)], np.int64).T
+        number = np.searchsorted(highs, starts, "right")
+        is_touched, is_covered = lows[number] < stops, (lows[number] <= starts) & (highs[number] >= stops)
+        is_kept[first:last], is_cut[first:last] = ~is_touched, is_touched & ~is_covered
+    parts = [
+        part
+        for transfer in received.select_rows(is_cut).to_transfers()
+        for part in _remaining_transfers(transfer, omitted)
+    ]
+    return tabulate_transfers(parts, [received.select_rows(is_kept)])
 
 
 def _remaining_ranges(file_range: FileRange, omitted: OmittedRanges) -> Iterator[FileRange]:

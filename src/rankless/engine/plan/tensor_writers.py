@@ -52,8 +52,8 @@ class WriterNumbers:
     def __init__(self) -> None:
         self.writers: list[Writers] = []
         self._numbers: dict[Writers, int] = {}
-        #: The ranks of all ``writers``, and of each the number of ranks.
-        self._ranks = self._counts = np.empty(0, np.int64)
+        #: The ranks of all ``writers``, and of each the number of ranks and the place of the first.
+        self._ranks = self._counts = self._firsts = np.empty(0, np.int64)
 
     def number(self, writers: Writers) -> int:
         """Return the number of a tuple of ranks: a new one if it has none."""
@@ -62,15 +62,16 @@ class WriterNumbers:
             self.writers.append(writers)
         return number
 
-    def choose_shares(self, numbers: Numbers, fractions: NDArray[np.float64]) -> Numbers:
-        """Return a rank of each of these writers: the one after this fraction of their ranks."""
+    def choose_shares(self, numbers: Numbers, find_fractions: Callable[[], NDArray[np.float64]]) -> Numbers:
+        """Return a rank of each of these writers: the one after a fraction of their ranks, which need not be known."""
         if len(self._counts) < len(self.writers):
             self._ranks = np.fromiter(itertools.chain.from_iterable(self.writers), np.int64)
             self._counts = np.fromiter(map(len, self.writers), np.int64)
-        counts = self._counts[numbers]
-        firsts = np.cumsum(self._counts) - self._counts
-        ranks: Numbers = self._ranks[firsts[numbers] + np.minimum((fractions * counts).astype(np.int64), counts - 1)]
-        return ranks
+            self._firsts = np.cumsum(self._counts) - self._counts
+        counts, firsts = self._counts[numbers], self._firsts[numbers]
+        if (counts == 1).all():
+            return self._ranks[firsts]
+        return self._ranks[firsts + np.minimum((find_fractions() * counts).astype(np.int64), counts - 1)]
 
 
 def choose_share(writers: Writers, fraction: float) -> int:

@@ -272,8 +272,8 @@ class CellPlanner:
             self._is_remote = np.concatenate([self._is_remote, found])
         is_remote = self._is_remote[numbers]
         starts, stops, numbers = starts[is_remote], stops[is_remote], numbers[is_remote]
-        ranks = self._map.numbers.choose_shares(numbers, self._map.fractions_before(file, starts))
-        return TransferTable(np.full_like(starts, file), starts, stops, ranks)
+        ranks = self._map.numbers.choose_shares(numbers, lambda: self._map.fractions_before(file, starts))
+        return TransferTable.of_columns(np.full_like(starts, file), starts, stops, ranks)
 
     def _place_in_crowded(self, file: int, piece: FilePiece, receiver: int) -> _PlacedPiece:
         share = self._share_at(file, piece.start, piece.writers)

@@ -63,7 +63,8 @@ def plan_transfers(held: HeldBytes, layout: CellLayout, rank: int) -> CellTransf
     sent, received = (is_moved & (moves.ranks == rank)), (is_moved & (targets == rank))
     stops = moves.starts + moves.sizes
     rows = zip(*(column[sent].tolist() for column in (moves.files, moves.starts, stops, targets)), strict=True)
-    table = TransferTable(*(column[received] for column in (moves.files, moves.starts, stops, moves.ranks)))
+    columns = (column[received] for column in (moves.files, moves.starts, stops, moves.ranks))
+    table = TransferTable.of_columns(*columns)
     return CellTransfers([CellTransfer(*row) for row in rows], table, bool(is_moved.any()))
 
 
