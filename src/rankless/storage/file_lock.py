@@ -51,7 +51,7 @@ class FileLock(ClosedInForks):
 
     @property
     def is_lost(self) -> bool:
-        """Whether another process may lock the path now: this is closed, or the file was removed or replaced."""
+        """True if another process may lock the path now: this is closed, or the file was removed or replaced."""
         if not self.is_open:
             return True
         try:
