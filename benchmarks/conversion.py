@@ -35,17 +35,21 @@ def measure_conversion(setting: Setting) -> Iterator[Table]:
     for folder, nbytes in ((setting.folder / "large", setting.nbytes), (setting.folder / "small", 10**5)):
         _save_sources(folder, nbytes)
     for (source, to), peers in _CONVERSIONS.items():
-        yield from _measure_pair(setting, source, to, peers)
+        ours = partial(rankless.convert, to=to)
+        converts: dict[str, Convert] = {OURS: ours, f"{OURS}, verify=False": partial(ours, verify=False), **peers}
+        yield from measure_against_cp(setting, f"conversion, {source} to {to}", source, converts)
 
 
-def _measure_pair(setting: Setting, source: str, to: str, peers: Mapping[str, Convert]) -> Iterator[Table]:
-    ours = partial(rankless.convert, to=to)
-    converts: dict[str, Convert] = {OURS: ours, f"{OURS}, verify=False": partial(ours, verify=False), **peers}
+def measure_against_cp(setting: Setting, what: str, source: str, converts: Mapping[str, Convert]) -> Iterator[Table]:
+    """Measure what makes a path of another one beside ``cp``: the times, and the memory of the first ones.
+
+    ``source`` is the name of a checkpoint in the folders ``large`` and ``small`` of the setting.
+    """
     jobs = {name: _build_timer(setting.folder, source, convert) for name, convert in converts.items()}
     path, made = setting.folder / "large" / source, setting.folder / "made"
     contenders = {name: job.build_contender() for name, job in jobs.items()}
     contenders[CP] = Contender(partial(raw.copy_durably, path, made), partial(_prepare, path, made))
-    way = f"conversion, {source} to {to}, {setting.gigabytes}"
+    way = f"{what}, {setting.gigabytes}"
     yield time_interleaved(contenders, setting.rounds).build_table(f"{way}, cold", (CP,))
     yield build_memory_table(f"memory of a {way}", jobs)
     raw.remove_path(made)
