@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Union, get_args
@@ -72,6 +72,31 @@ def parse_recipe(edit: Edit) -> tuple[Verb, ...]:
 def encode_recipe(verbs: Sequence[Verb]) -> str:
     """Return a recipe as JSON, with all arguments, also those that were not given."""
     return msgspec.json.encode([*verbs]).decode()
+
+
+def describe_recipe(recipe: str) -> str:
+    """Return a recipe of a manifest as the command line has it, without arguments that have their defaults.
+
+    One of a newer version, with verbs that are not known, is returned as it is.
+    """
+    try:
+        verbs = [_convert(table) for table in msgspec.json.decode(recipe, type=list[dict[str, Any]])]
+    except (msgspec.DecodeError, InvalidArgumentError):
+        return recipe
+    return ", ".join(" ".join([_name_of(verb), *_describe_arguments(verb)]) for verb in verbs)
+
+
+def _name_of(verb: Verb) -> str:
+    return str(verb.__struct_config__.tag)
+
+
+def _describe_arguments(verb: Verb) -> Iterator[str]:
+    for field in msgspec.structs.fields(verb):
+        value = getattr(verb, field.name)
+        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        if value != default:
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            yield text if _FIRST.get(_name_of(verb)) == field.name else f"{field.name}={text}"
 
 
 def _parse_file(path: Path) -> list[Verb]:

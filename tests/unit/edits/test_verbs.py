@@ -40,6 +40,10 @@ class TestResults:
         rankless.edit(tmp_path / "a", tmp_path / "b", ["freeze lm_head.bias"])
         assert [len(entry["parents"]) for entry in manifest_of(tmp_path / "b")["edits"]] == [2, 1]
         assert manifest_of(tmp_path / "b")["step"] == 3
+        shown = invoke("show", tmp_path / "b").stdout
+        assert f"average 2, resize-vocab 12 (from {', '.join(ids)})" in " ".join(shown.split())
+        assert "freeze lm_head.bias" in shown
+        assert len(invoke_json("show", tmp_path / "b")["edits"]) == 2
 
     def test_in_other_formats_are_equal(self, run: Path, tmp_path: Path) -> None:
         edits = ["resize-vocab 13", "layers order=2,0", "cast bfloat16"]

@@ -23,7 +23,7 @@ from rankless.inspection.inspected_checkpoint import VALUE_GROUPS, InspectedChec
 from rankless.observe.terminal import escape_control_characters
 from rankless.observe.units import format_count, format_metrics, format_size, format_time
 from rankless.ondisk.data_files import TensorInfo
-from rankless.ondisk.manifest import Provenance
+from rankless.ondisk.manifest import EditRecord, Provenance
 from rankless.run.history_tree import Incarnation
 from rankless.run.lineage import Lineage
 from rankless.run.run_store import tag_of
@@ -61,6 +61,7 @@ def header_section(inspected: InspectedCheckpoint, lineage: Lineage | None) -> T
                 + (f" by {format_count(provenance.world_size, 'rank')}" if provenance.world_size else ""),
             ),
             *_lineage_rows(manifest.incarnation, lineage),
+            *_edit_rows(manifest.edits or ()),
             *_wrap_rows("with", _format_versions(provenance)),
             *_wrap_rows("metrics", escape_control_characters(format_metrics(inspected.metrics))),
         ]
@@ -80,6 +81,15 @@ def _lineage_rows(incarnation: int, lineage: Lineage | None) -> Iterator[tuple[s
     else:
         by = f" by {_describe_with_base(lineage.abandoned_by)}" if lineage.abandoned_by else ""
         yield from _wrap_rows("state", f"abandoned{by}")
+
+
+def _edit_rows(edits: Sequence[EditRecord]) -> Iterator[tuple[str, str]]:
+    if not edits:
+        return
+    from rankless.edits.recipe import describe_recipe  # noqa: PLC0415 - few checkpoints were edited
+
+    for edit in edits:
+        yield from _wrap_rows("edited", f"{describe_recipe(edit.recipe)} (from {', '.join(edit.parents)})")
 
 
 def _describe_with_base(one: Incarnation) -> str:

@@ -189,6 +189,9 @@ def _json_record(
         "time": manifest.time if manifest else None,
         "world_size": manifest.provenance.world_size if manifest else None,
         "metrics": inspected.metrics,
+        "edits": [
+            {"parents": edit.parents, "recipe": edit.recipe} for edit in (manifest.edits if manifest else ()) or ()
+        ],
         "bytes": sum(files.values()),
         "files": [{"path": str(file), "bytes": size} for file, size in files.items()],
         "tensors": [
