@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from campaigns.common.programs import run
+from campaigns.common.programs import ask, run
 from campaigns.slurm.cluster import Cluster
 from campaigns.slurm.guide import SRUN, TORCHRUN
 from campaigns.slurm.jobs import Training
@@ -116,7 +116,7 @@ def set_a_node_down(training: Training, script: str) -> None:
     node = training.cluster.describe(training.jobs[-1])["BatchHost"]
     run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
     training.reach(lambda: training.count("resumed") > 1, "the attempt on other nodes")
-    run("scontrol", "update", f"nodename={node}", "state=resume")
+    ask("scontrol", "update", f"nodename={node}", "state=resume")  # unless it has come back: ReturnToService=2
 
 
 def lose_a_node(training: Training, script: str) -> None:
