@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from campaigns.common.programs import run
+from campaigns.common.programs import ask, run
 from campaigns.slurm.cluster import Cluster
 from campaigns.slurm.guide import SRUN, TORCHRUN
 from campaigns.slurm.jobs import Training
@@ -110,13 +110,13 @@ def preempt(training: Training, script: str) -> None:
 
 
 def set_a_node_down(training: Training, script: str) -> None:
-    """Set a node down in mid-save, and resume it later."""
+    """Set a node down in mid-save, and resume it when the job runs on others."""
     training.submit(script, 2)
     training.reach_step(20)  # a save begins
     node = training.cluster.describe(training.jobs[-1])["BatchHost"]
     run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
-    training.reach(lambda: training.state() != "RUNNING", "the end of the attempt")
-    run("scontrol", "update", f"nodename={node}", "state=resume")
+    training.reach(lambda: training.count("resumed") > 1, "the attempt on other nodes")
+    ask("scontrol", "update", f"nodename={node}", "state=resume")  # unless it has come back: ReturnToService=2
 
 
 def lose_a_node(training: Training, script: str) -> None:
