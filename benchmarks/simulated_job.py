@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _Work
+from torch.distributed import Work
 from torch.distributed.distributed_c10d import Store
 
 from benchmarks.counting_store import CountingStore
@@ -303,7 +303,7 @@ def append_crc(data: bytes) -> bytes:
     return data + crc64(data).to_bytes(8, "little")
 
 
-class _DoneWork(_Work):  # type: ignore[misc]
+class _DoneWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         del timeout
         return True

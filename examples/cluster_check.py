@@ -174,7 +174,7 @@ def build_report(run: Path, step: int, hosts: int) -> str:
     return "\n".join(
         [
             "----- report of examples/cluster_check.py -----",
-            f"rankless {rankless.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+            f"versions: rankless {rankless.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
             f"{dist.get_world_size()} ranks on {hosts} hosts, accelerator: {accelerator}",
             f"kernel {platform.release()}, file system {find_file_system(run)}",
             f"checkpoint: {max(info.nbytes for info in rankless.list_checkpoints(run)):,} bytes",
