@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 #: The part of a save by the name of a key in a session.
 _PARTS = {"message": "cells", "hashed": "CRCs", "parted": "leave"}
@@ -72,27 +72,27 @@ def part_of(key: str) -> str:
     return "meeting" if match["meeting"] else _PARTS.get(match["name"].split("/")[0], "votes")
 
 
-class CountingStore(dist.Store):
+class CountingStore(Store):
     """A store in front of another one, which has the keys. ``before_check`` is called before keys are polled."""
 
-    def __init__(self, store: dist.Store, before_check: Callable[[Sequence[str]], None] = lambda _: None) -> None:
+    def __init__(self, store: Store, before_check: Callable[[Sequence[str]], None] = lambda _: None) -> None:
         super().__init__()
         self.store, self.traffic, self.before_check = store, TrafficByPart(), before_check
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         """Set a value."""
         self.traffic.add(self.traffic.set, key, len(value))
-        self.store.set(key, value)
+        self.store.set(key, value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
         """Wait for a value, and return it."""
-        value = self.store.get(key)
+        value: bytes = self.store.get(key)
         self.traffic.add(self.traffic.read, key, len(value))
         return value
 
     def multiGet(self, keys: list[str]) -> list[bytes]:  # noqa: N802 - the names of torch
         """Return values."""
-        values = self.store.multi_get(keys)
+        values: list[bytes] = self.store.multi_get(keys)
         for key, value in zip(keys, values, strict=True):
             self.traffic.add(self.traffic.read, key, len(value))
         return values
@@ -108,21 +108,21 @@ class CountingStore(dist.Store):
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys are present."""
         self.before_check(keys)
-        return self.store.check(keys)
+        return bool(self.store.check(keys))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number."""
         if amount:
             self.traffic.add(self.traffic.set, key, 8)
-        return self.store.add(key, amount)
+        return int(self.store.add(key, amount))
 
     def deleteKey(self, key: str) -> bool:  # noqa: N802
         """Delete a key."""
-        return self.store.delete_key(key)
+        return bool(self.store.delete_key(key))
 
     def compareSet(self, key: str, expected: bytes, desired: bytes) -> bytes:  # noqa: N802
         """Replace a value if it is the expected one."""
-        return self.store.compare_set(key, expected, desired)
+        return bytes(self.store.compare_set(key, expected, desired))  # type: ignore[arg-type]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait for keys."""
@@ -133,4 +133,4 @@ class CountingStore(dist.Store):
 
     def getNumKeys(self) -> int:  # noqa: N802
         """Return the number of keys."""
-        return self.store.num_keys()
+        return int(self.store.num_keys())

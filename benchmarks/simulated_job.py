@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed import Work
+from torch.distributed.distributed_c10d import Store
 
 from benchmarks.counting_store import CountingStore
 from benchmarks.simulated_reports import Reports, merge_reports
@@ -79,7 +81,7 @@ class InlineExecutor(DaemonExecutor):
 class PeerStore(DeadlineStore):
     """The store of ranks that know the ``prefix`` of keys: of the group, or of a session."""
 
-    def __init__(self, store: dist.Store, prefix: str) -> None:
+    def __init__(self, store: Store, prefix: str) -> None:
         super().__init__(store, InlineExecutor(), 600)
         self._prefix = prefix
 
@@ -301,7 +303,7 @@ def append_crc(data: bytes) -> bytes:
     return data + crc64(data).to_bytes(8, "little")
 
 
-class _DoneWork(dist._Work):  # noqa: SLF001 - torch's only class of works that Python may derive from
+class _DoneWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         del timeout
         return True
@@ -310,7 +312,7 @@ class _DoneWork(dist._Work):  # noqa: SLF001 - torch's only class of works that 
 class SimulatedGroup(dist.ProcessGroup):
     """A process group that receives zeros and their CRC, as ranks exchange cells."""
 
-    group_name = "0"
+    group_name = "0"  # type: ignore[assignment]
 
     def getBackendName(self) -> str:  # noqa: N802 - the name of torch
         """Return the name of the backend."""
@@ -329,7 +331,12 @@ class SimulatedGroup(dist.ProcessGroup):
         return _DoneWork()
 
 
+def _make_group(store: Store, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
+    del store, timeout
+    return SimulatedGroup(rank, size)  # type: ignore[call-arg]
+
+
 def init_simulated_group(store: CountingStore, size: int) -> None:
     """Make rank 0's default process group of ``size`` ranks."""
-    dist.Backend.register_backend(BACKEND, lambda _, rank, size, __: SimulatedGroup(rank, size), devices=["cpu"])
+    dist.Backend.register_backend(BACKEND, _make_group, devices=["cpu"])
     dist.init_process_group(BACKEND, store=store, rank=0, world_size=size)

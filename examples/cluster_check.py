@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +127,12 @@ def require_agreement(is_second_start: bool) -> None:
 def measure(run: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Save, load and compare; note the seconds in the directory; then die in the middle of a save."""
     seconds: Seconds = {}
+    save = rankless.save_checkpoint
     for step, name in enumerate(("first save", "second save")):
         set_values(model, optimizer, step)
-        clock(seconds, name, lambda step=step: rankless.save_checkpoint(run, f"{step}", model, optimizer, step=step))
+        clock(seconds, name, partial(save, run, f"{step}", model, optimizer, step=step))
     set_values(model, optimizer, WHOLE)
     handles: list[Any] = []
-    save = rankless.save_checkpoint
     clock(
         seconds,
         "asynchronous save, the call",
@@ -173,7 +174,7 @@ def build_report(run: Path, step: int, hosts: int) -> str:
     return "\n".join(
         [
             "----- report of examples/cluster_check.py -----",
-            f"rankless {rankless.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+            f"versions: rankless {rankless.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
             f"{dist.get_world_size()} ranks on {hosts} hosts, accelerator: {accelerator}",
             f"kernel {platform.release()}, file system {find_file_system(run)}",
             f"checkpoint: {max(info.nbytes for info in rankless.list_checkpoints(run)):,} bytes",

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from rankless.engine.plan.global_spec import GlobalTensor
 from rankless.engine.plan.layout_types import BoxSharded, FlatSharded, Placement, PlacementLayout, axes_by_dim
 from rankless.engine.plan.stripe_owners import is_striped
+from rankless.engine.plan.tensor_specs import PER_RANK
 
 _Numbers = NDArray[np.int64]
 
@@ -48,11 +49,11 @@ def order_ranks(tensors: Iterable[GlobalTensor], size: int) -> tuple[int, ...]:
     """Return all ``size`` ranks, so ordered that ranks that write adjacent bytes are neighbours.
 
     Tensors may be divided among the ranks in several ways. Each rank gets its place by the tensors of which it writes
-    most. Stripes are left out: they are large ranges.
+    most. Stripes are left out, which are large ranges, and tensors of one rank, which are next to no other's.
     """
     tensor_counts: dict[_Holders, int] = {}
     for tensor in tensors:
-        if not is_striped(tensor):
+        if tensor.group != PER_RANK and not is_striped(tensor):
             holders = _holders_of(tensor)
             tensor_counts[holders] = tensor_counts.get(holders, 0) + 1
     written = np.zeros(size)
