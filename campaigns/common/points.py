@@ -86,12 +86,12 @@ SAVE_POINTS = (
     Point("encoding the CRCs", "rankless.engine.integrity.crc_gather.encode_fragments"),
     Point(
         "sending CRCs to the bucket",
-        "rankless.engine.integrity.crc_gather._RankBucket.publish_report",
+        "rankless.engine.integrity.crc_gather.StoredReports.publish",
         condition="buckets of ranks",
     ),
     Point(
         "merging the CRCs of the bucket",
-        "rankless.engine.integrity.crc_gather._RankBucket.merge_reports",
+        "rankless.engine.integrity.crc_gather.StoredReports.merge_bucket",
         condition="buckets of ranks",
     ),
     Point("CRCs reported", _POST, after=True, phase="writing", may_be_committed=True),

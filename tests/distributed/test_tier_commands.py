@@ -493,7 +493,8 @@ class TestHostileFolders:
 
 
 def _as_dict(struct: Any) -> dict[str, Any]:
-    return {field: getattr(struct, field) for field in struct.__struct_fields__}
+    fields = ((field, getattr(struct, field)) for field in struct.__struct_fields__)
+    return {field: value for field, value in fields if value is not msgspec.UNSET}
 
 
 def _break_file(path: Path, kind: str) -> None:

@@ -239,13 +239,9 @@ class HostFolders:
         self._is_closed = True
         if self._remove is not None:
             self._remove()
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """Unlock the folder, and forget what it has. It may be opened again."""
         if self._folder is not None:
             self._folder.close()
-        self._folder, self.followed = None, None
+            self._folder = None
 
 
 def _remove_temporary(folder: FollowedFolder, process: int) -> None:

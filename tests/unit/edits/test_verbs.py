@@ -25,6 +25,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """An empty folder for a model."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    return folder
+
+
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads((checkpoint / "manifest.json").read_text())
     return manifest
@@ -151,25 +159,25 @@ class TestResizeVocab:
             rankless.edit(run, tmp_path / "out", [edit])
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_tokenizer_with_more_tokens_is_refused(self, tmp_path: Path) -> None:
-        save_file({"embed_tokens.weight": torch.ones(10, 4)}, tmp_path / "model.safetensors", {"format": "pt"})
-        (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 10, "text_config": {"vocab_size": 10}}))
+    def test_a_tokenizer_with_more_tokens_is_refused(self, tmp_path: Path, source: Path) -> None:
+        save_file({"embed_tokens.weight": torch.ones(10, 4)}, source / "model.safetensors", {"format": "pt"})
+        (source / "config.json").write_text(json.dumps({"vocab_size": 10, "text_config": {"vocab_size": 10}}))
         tokenizer = {"model": {"vocab": {"a": 0, "b": 9}}, "added_tokens": [{"id": 11, "content": "<x>"}]}
-        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+        (source / "tokenizer.json").write_text(json.dumps(tokenizer))
         with pytest.raises(InvalidArgumentError, match="has the token 11, and the edited model has 11 rows"):
-            rankless.edit(tmp_path, tmp_path.parent / "small", ["resize-vocab 11"], to="hf")
-        made = rankless.edit(tmp_path, tmp_path.parent / "large", ["resize-vocab 12"], to="hf")
+            rankless.edit(source, tmp_path / "small", ["resize-vocab 11"], to="hf")
+        made = rankless.edit(source, tmp_path / "large", ["resize-vocab 12"], to="hf")
         config = json.loads((made / "config.json").read_text())
         assert (config["vocab_size"], config["text_config"]["vocab_size"]) == (12, 12)
 
 
 class TestLayers:
-    def test_the_configuration_follows(self, tmp_path: Path) -> None:
+    def test_the_configuration_follows(self, tmp_path: Path, source: Path) -> None:
         tensors = {f"model.layers.{n}.w": torch.full((2,), float(n)) for n in range(3)}
-        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        save_file(tensors, source / "model.safetensors", {"format": "pt"})
         config = {"num_hidden_layers": 3, "layer_types": ["a", "b", "c"], "mlp_only_layers": [2]}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        made = rankless.edit(tmp_path, tmp_path.parent / "out", ["layers order=2,2,0"], to="hf")
+        (source / "config.json").write_text(json.dumps(config))
+        made = rankless.edit(source, tmp_path / "out", ["layers order=2,2,0"], to="hf")
         stored = load_file(made / "model.safetensors")
         assert [stored[f"model.layers.{n}.w"][0].item() for n in range(3)] == [2, 2, 0]
         changed = json.loads((made / "config.json").read_text())
@@ -383,14 +391,14 @@ class TestDequantising:
         assert torch.equal(stored["a.weight"], expected)
         assert json.loads((made / "config.json").read_text()) == {"torch_dtype": "bfloat16"}
 
-    def test_blocks_at_the_edges_are_smaller(self, tmp_path: Path) -> None:
+    def test_blocks_at_the_edges_are_smaller(self, tmp_path: Path, source: Path) -> None:
         """DeepSeek's matrices are no multiples of the block."""
         weight, scales = torch.randn(576, 200).to(torch.float8_e4m3fn), torch.rand(5, 2)
-        save_file({"a.weight": weight, "a.weight_scale_inv": scales}, tmp_path / "model.safetensors", {"format": "pt"})
-        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": [128, 128]}}))
-        rankless.edit(tmp_path, tmp_path.parent / "out.safetensors", ["dequantise dtype=float32"], to="safetensors")
+        save_file({"a.weight": weight, "a.weight_scale_inv": scales}, source / "model.safetensors", {"format": "pt"})
+        (source / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": [128, 128]}}))
+        rankless.edit(source, tmp_path / "out.safetensors", ["dequantise dtype=float32"], to="safetensors")
         spread = scales.repeat_interleave(128, 0)[:576].repeat_interleave(128, 1)[:, :200]
-        assert torch.equal(load_file(tmp_path.parent / "out.safetensors")["a.weight"], weight.float() * spread)
+        assert torch.equal(load_file(tmp_path / "out.safetensors")["a.weight"], weight.float() * spread)
 
     @pytest.mark.parametrize("scales", [torch.tensor(0.5), torch.rand(6), torch.rand(6, 1), torch.tensor([0.25])])
     def test_scales_of_rows_and_tensors(self, tmp_path: Path, scales: torch.Tensor) -> None:
