@@ -342,7 +342,8 @@ class Checkpointer:
             if path is not None:
                 source = RunDirectory(path, process_group=self._process_group, timeout=self._timeout)
                 only_weights = replace(options, rng=False, resume=False, again=None, cast_dtype=True)
-                source.restore(model=self._components["model"], options=only_weights)
+                restored = source.restore(model=self._components["model"], options=only_weights)
+                self._directory.history.edits = restored.edits
         except BaseException:
             self._close_outside_block()
             raise

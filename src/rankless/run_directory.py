@@ -443,6 +443,7 @@ class RunDirectory:
         """
         if restored.base is None or restored.path is None:  # it is in another format
             self._known.checkpoint = None
+            self.history.edits = restored.edits
             return
         is_of_run = restored.path.parent == self.path
         memory = self.memory.of(self.path if is_of_run else restored.path.resolve().parent)

@@ -53,7 +53,8 @@ def edit_reader(reader: Reader, verbs: Sequence[Verb]) -> tuple[EditedReader, Ed
             )
         else:
             catalog = verb.apply(catalog)
-    check_tokenizer(reader, catalog.config)
+    if catalog.rows is not None:
+        check_tokenizer(reader, catalog.rows)
     _check_names(catalog)
     record = EditRecord([_identify(opened) for opened in readers], encode_recipe(verbs))
     changers = _join_changes(catalog), _config_changer(catalog)

@@ -13,6 +13,9 @@ from rankless.errors import InvalidArgumentError, MismatchError
 from rankless.formats.edited_reader import EditedTensor
 from rankless.ondisk.validation import split_state_key
 
+#: The dtype of complex numbers.
+_COMPLEX = "C64"
+
 
 class Average(msgspec.Struct, frozen=True, tag_field="verb", tag="average", forbid_unknown_fields=True):
     """Average floating-point tensors of models, masters and moments: ``(a + b + …) / n`` in float64, cast once.
@@ -57,6 +60,8 @@ class Average(msgspec.Struct, frozen=True, tag_field="verb", tag="average", forb
 def _is_averaged(group: str, name: str, tensor: EditedTensor) -> bool:
     kind = group.partition("/")[0]
     is_step = kind == OPTIMIZER and split_state_key(name)[1] == STEP
+    if kind in {MODEL, OPTIMIZER} and tensor.info.dtype == _COMPLEX:
+        raise InvalidArgumentError(f"average: {group} tensor {name!r} has complex numbers, which are not averaged")
     return kind in {MODEL, OPTIMIZER} and is_floating(tensor.info) and not is_step
 
 

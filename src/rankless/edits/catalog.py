@@ -60,7 +60,8 @@ class Catalog(msgspec.Struct, frozen=True):
 
     ``config`` has the contents of ``config.json`` after these changes, empty if there is none. ``label`` names the
     checkpoint in messages. ``reconstructed`` are names of parameters and states that no stored tensor has. ``unread``
-    are states for which a verb has no rule: who asks for one gets an error.
+    are states for which a verb has no rule: who asks for one gets an error. ``rows`` is the number of rows for tokens,
+    if a verb has changed it.
     """
 
     label: str
@@ -72,6 +73,7 @@ class Catalog(msgspec.Struct, frozen=True):
     changes: tuple[Change, ...] = ()
     reconstructed: tuple[str, ...] = ()
     unread: tuple[UnreadTensorNote, ...] = ()
+    rows: int | None = None
 
     def groups_of(self, kind: str) -> list[str]:
         """Return the groups of a kind: ``"model"``, ``"model/ema"``."""
@@ -81,24 +83,40 @@ class Catalog(msgspec.Struct, frozen=True):
         """Yield all parameters and buffers of models, with the states that optimizers have of this name."""
         states: dict[tuple[str, str], dict[tuple[str, str], EditedTensor]] = {}
         for group in self.groups_of(OPTIMIZER):
-            model = self.model_of(group)
             for key, tensor in self.tensors[group].items():
                 name, state = split_state_key(key)
-                states.setdefault((model, name), {})[group, state] = tensor
+                states.setdefault(self.owner_of(group, name), {})[group, state] = tensor
         for group in self.groups_of(MODEL):
             for name, tensor in self.tensors[group].items():
                 yield Parameter(group, name, tensor, states.get((group, name), {}))
 
-    def model_of(self, optimizer: str) -> str:
-        """Return the group of the model that an optimizer trains. Averages of the model have groups of their own.
+    def owner_of(self, optimizer: str, name: str) -> tuple[str, str]:
+        """Return the group of the model that has a parameter of an optimizer, and its name there.
 
-        It is the model with the same name as the optimizer, or else the one with the most names of its parameters.
+        One optimizer of several models has names such as ``net/layers.0.weight``.
         """
-        model = MODEL + optimizer.removeprefix(OPTIMIZER)
-        if model in self.tensors:
-            return model
-        trained = {split_state_key(key)[0] for key in self.tensors[optimizer]}
-        return max(self.groups_of(MODEL), key=lambda group: len(trained & self.tensors[group].keys()), default=model)
+        model, _, bare = name.partition("/")
+        named = MODEL + optimizer.removeprefix(OPTIMIZER)
+        return (f"{MODEL}/{model}", bare) if named not in self.tensors and bare else (named, name)
+
+    def name_in(self, optimizer: str, model: str, name: str) -> str:
+        """Return the name that an optimizer has for a parameter of a model: the reverse of :meth:`owner_of`."""
+        is_single = MODEL + optimizer.removeprefix(OPTIMIZER) in self.tensors
+        return name if is_single else f"{model.partition('/')[2]}/{name}"
+
+    def qualify(self, rename: RenameNames) -> RenameNames:
+        """Return the same change of names for names that begin with that of a model, as optimizers have them."""
+        models = {group.partition("/")[2] for group in self.groups_of(MODEL)} - {""}
+
+        def rename_qualified(name: str) -> Sequence[str]:
+            model, slash, bare = name.partition("/")
+            return [f"{model}/{new}" for new in rename(bare)] if slash and model in models else rename(name)
+
+        return rename_qualified
+
+    def resolve(self, name: str) -> str:
+        """Return the name under which a tied parameter is stored."""
+        return next((tied[name] for group, tied in self.tied.items() if group in self.tensors and name in tied), name)
 
     def names(self) -> list[str]:
         """Return the names of all parameters and buffers, those of ties too, each once."""
@@ -141,18 +159,23 @@ def map_parameters(catalog: Catalog, change: ChangeParameter, rename: RenameName
         for group, names in catalog.tensors.items()
     }
     mapped: set[tuple[str, str]] = set()
+    qualified = catalog.qualify(rename)
     for parameter in catalog.parameters():
         changed = change(parameter)
         for new in [parameter] if changed is None else changed:
             _add(tensors[new.group], new.name, new.tensor, parameter.name)
             for (group, state), tensor in new.states.items():
-                _add(tensors[group], state_key(new.name, state), tensor, parameter.name)
-        mapped |= {(group, state_key(parameter.name, state)) for group, state in parameter.states}
+                name = catalog.name_in(group, new.group, new.name)
+                _add(tensors[group], state_key(name, state), tensor, parameter.name)
+        mapped |= {
+            (group, state_key(catalog.name_in(group, parameter.group, parameter.name), state))
+            for group, state in parameter.states
+        }
     for group in catalog.groups_of(OPTIMIZER):  # states of parameters that no model of the checkpoint has
         for key, tensor in catalog.tensors[group].items():
             if (group, key) not in mapped:
                 name, state = split_state_key(key)
-                for new_name in rename(name):
+                for new_name in qualified(name):
                     _add(tensors[group], state_key(new_name, state), tensor, name)
     tied = {
         group: _rename_ties(names, tensors.get(group, {}), rename) if group.partition("/")[0] == MODEL else names
@@ -162,7 +185,7 @@ def map_parameters(catalog: Catalog, change: ChangeParameter, rename: RenameName
         catalog,
         tensors={group: dict(sorted(names.items())) for group, names in tensors.items()},
         tied=tied,
-        value_changes=(*catalog.value_changes, rename_parameters(rename)),
+        value_changes=(*catalog.value_changes, rename_parameters(qualified)),
     )
 
 
@@ -173,13 +196,23 @@ def _add(tensors: dict[str, EditedTensor], name: str, tensor: EditedTensor, old:
 
 
 def _rename_ties(names: Mapping[str, str], tensors: Collection[str], rename: RenameNames) -> dict[str, str]:
-    """Return the further names of tied tensors. If a tensor is dropped, so are they."""
-    return {
-        new_alias: new_name
-        for alias, name in names.items()
-        for new_alias, new_name in zip(rename(alias), rename(name), strict=False)
-        if new_name in tensors
-    }
+    """Return the further names of tied tensors.
+
+    Raises ``InvalidArgumentError`` if one of two names of a tensor would be dropped or repeated, and not the other.
+    """
+    renamed: dict[str, str] = {}
+    for alias, name in names.items():
+        aliases, stored = rename(alias), rename(name)
+        if len(aliases) != len(stored):
+            raise InvalidArgumentError(
+                f"{alias!r} and {name!r} are one tied parameter: an edit must keep, drop or repeat both alike"
+            )
+        for new_alias, new_name in zip(aliases, stored, strict=True):
+            if new_alias in renamed or new_alias in tensors:
+                raise InvalidArgumentError(f"{alias!r} and another tensor would both be named {new_alias!r}")
+            if new_name in tensors:
+                renamed[new_alias] = new_name
+    return renamed
 
 
 def is_one_value(state: str, tensor: EditedTensor, parameter: EditedTensor) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
 from rankless.errors import InvalidArgumentError
 from rankless.formats.contained_paths import check_contained
@@ -24,14 +22,13 @@ def read_config(reader: Reader) -> bytes | None:
     return _read_companion(reader, CONFIG)
 
 
-def check_tokenizer(reader: Reader, config: Mapping[str, Any]) -> None:
+def check_tokenizer(reader: Reader, rows: int) -> None:
     """Raise ``InvalidArgumentError`` if the tokenizer next to a model has tokens for which there is no row."""
-    size = config.get("vocab_size")
-    raw = _read_companion(reader, _TOKENIZER) if isinstance(size, int) else None
+    raw = _read_companion(reader, _TOKENIZER)
     largest = _largest_token(raw) if raw is not None else None
-    if largest is not None and isinstance(size, int) and largest >= size:
+    if largest is not None and largest >= rows:
         raise InvalidArgumentError(
-            f"the tokenizer in {reader.path} has the token {largest}, and the edited model has {size} rows: remove "
+            f"the tokenizer in {reader.path} has the token {largest}, and the edited model has {rows} rows: remove "
             "tokens from the tokenizer first, or keep more rows"
         )
 

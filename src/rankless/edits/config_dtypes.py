@@ -1,16 +1,20 @@
-"""The dtype that a ``config.json`` of transformers names, as a change of its contents.
+"""Changes of a ``config.json`` of transformers that hold for its parts, too: the dtype, and what verbs change.
 
-Verbs that cast all weights use it, and :mod:`rankless.conversion.config_dtype` for the bytes of a file.
+Verbs use it, and :mod:`rankless.conversion.config_dtype` for the bytes of a file.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rankless.ondisk.dtypes import TORCH_NAMES
 
 #: The names under which a configuration has the dtype of the weights, now and before transformers 5.
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+
+#: The parts of a configuration that describe a model of text.
+_TEXT_PARTS = ("text_config", "decoder")
 
 #: How deep configurations of parts are nested at most.
 _MAX_DEPTH = 8
@@ -20,6 +24,13 @@ def set_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Return a configuration that names a dtype, of files, wherever it names one. Parts of the model name one, too."""
     changed: dict[str, Any] = replace_dtypes(config, TORCH_NAMES[dtype], _MAX_DEPTH)
     return changed
+
+
+def change_parts(config: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """Return a configuration after a change of it, and of its parts for text and for a decoder."""
+    changed = change(config)
+    parts = {key: change(dict(config[key])) for key in _TEXT_PARTS if isinstance(config.get(key), dict)}
+    return {**changed, **parts}
 
 
 def replace_dtypes(content: Any, dtype: str, depth: int = _MAX_DEPTH) -> Any:

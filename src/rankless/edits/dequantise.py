@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rankless.edits.cast import parse_dtype
-from rankless.edits.catalog import Catalog, Change, Parameter, map_parameters
+from rankless.edits.catalog import MODEL, Catalog, Change, Parameter, map_parameters
 from rankless.edits.config_dtypes import set_dtype
 from rankless.edits.quantized_formulas import MicroScaled, Scaled
 from rankless.edits.row_rules import describe_size
@@ -27,6 +27,9 @@ _SCALES = ("_scale_inv", "_scale")
 
 #: What the names of the tensors of MXFP4 have after the name of the weight.
 _BLOCKS, _EXPONENTS = "_blocks", "_scales"
+
+#: Scales of activations have fewer dimensions than a weight.
+_MATRIX = 2
 
 #: The dimensions of blocks: experts, rows, groups, bytes. Each byte has two values.
 _DIMENSIONS, _PER_BYTE = 4, 2
@@ -52,26 +55,25 @@ class Dequantise(msgspec.Struct, frozen=True, tag_field="verb", tag="dequantise"
     def apply(self, catalog: Catalog) -> Catalog:
         """Return the catalog without quantized weights. Raises ``UnsupportedTensorError`` for one that has no scale."""
         dtype = parse_dtype(self.dtype)
-        found = {parameter.name: parameter.tensor for parameter in catalog.parameters()}
-        weights = _find_scaled(found, _block_of(catalog.config), dtype) | _find_micro_scaled(found, dtype)
-        if not weights:
+        models = {group: _Quantised.find(catalog, group, dtype) for group in catalog.groups_of(MODEL)}
+        if not any(model.weights for model in models.values()):
             raise InvalidArgumentError(f"dequantise: {catalog.label} has no FP8 weights and none in MXFP4")
-        new_names = {old: new for new, (old, _) in weights.items()}
-        dropped = _find_scales(found, weights) | {name for name in found if name.endswith(_ACTIVATIONS)}
         changes: list[Change] = []
 
         def rename(name: str) -> Sequence[str]:
-            return () if name in dropped else (new_names.get(name, name),)
+            renamed = [model.rename(name) for model in models.values() if name in model.names]
+            return renamed[0] if renamed else (name,)
 
         def change(parameter: Parameter) -> Sequence[Parameter] | None:
-            if parameter.name in dropped:
-                return []
-            new = new_names.get(parameter.name)
+            model = models[parameter.group]
+            names = model.rename(parameter.name)
+            if not names:
+                changes.append(Change(parameter.group, f"{parameter.name}: dropped, with the scales"))
+            new = next((name for name in names if model.weights.get(name, ("",))[0] == parameter.name), None)
             if new is None:
-                return None
-            tensor = weights[new][1]
+                return None if names else []
             changes.append(Change(parameter.group, f"{new}: {parameter.tensor.info.dtype} to {dtype}"))
-            return [replace(parameter, name=new, tensor=tensor)]
+            return [replace(parameter, name=new, tensor=model.weights[new][1])]
 
         return (
             map_parameters(catalog, change, rename)
@@ -84,6 +86,30 @@ class Dequantise(msgspec.Struct, frozen=True, tag_field="verb", tag="dequantise"
 
 #: The new tensors by their names, each with the name of the stored one that it replaces.
 _Weights = dict[str, tuple[str, EditedTensor]]
+
+
+class _Quantised(msgspec.Struct, frozen=True):
+    """A model: its quantized weights as numbers, and the names of what is dropped with their scales."""
+
+    names: Collection[str]
+    weights: _Weights
+    dropped: Collection[str]
+
+    @classmethod
+    def find(cls, catalog: Catalog, group: str, dtype: str) -> _Quantised:
+        """Find the quantized weights of a model."""
+        found = catalog.tensors[group]
+        weights = _find_scaled(found, _block_of(catalog.config), dtype) | _find_micro_scaled(found, dtype)
+        activations = {
+            name for name, tensor in found.items() if name.endswith(_ACTIVATIONS) and len(tensor.info.shape) < _MATRIX
+        }
+        return cls(found.keys(), weights, _find_scales(found, weights) | (activations if weights else set()))
+
+    def rename(self, name: str) -> Sequence[str]:
+        """Return the new name of a tensor; none if it is dropped."""
+        if name in self.dropped:
+            return ()
+        return (next((new for new, (old, _) in self.weights.items() if old == name), name),)
 
 
 def _find_scaled(found: Mapping[str, EditedTensor], block: tuple[int, int] | None, dtype: str) -> _Weights:
@@ -105,7 +131,7 @@ def _scale(
 ) -> EditedTensor:
     """Return the values of a weight: with one scale, one for each row, or one for each block."""
     shape, grid = tensor.info.shape, scales.info.shape
-    count, rows, columns = math.prod(shape), *(shape if len(shape) > 1 else (1, *shape))[-2:]
+    count, rows, columns = math.prod(shape), *((1, 1, *shape)[-2:])
     values = partial(Scaled, TensorInfo(dtype, shape), tensor, scales)
     if math.prod(grid) == 1:
         return values((1, count), (1, count))

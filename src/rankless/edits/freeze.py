@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from rankless.edits.catalog import MASTERS, OPTIMIZER, STEP, Catalog, Change, is_one_value
+from rankless.edits.catalog import MASTERS, OPTIMIZER, STEP, Catalog, Change, Parameter, is_one_value
 from rankless.edits.formulas import Zeros, cast
 from rankless.edits.value_changes import ValueChange, add_parameters, rename_parameters
 from rankless.errors import InvalidArgumentError
@@ -30,14 +30,15 @@ class Freeze(msgspec.Struct, frozen=True, tag_field="verb", tag="freeze", forbid
     def apply(self, catalog: Catalog) -> Catalog:
         """Return the catalog without the states of some parameters. Raises ``InvalidArgumentError``."""
         _check_optimizer(catalog, "freeze")
-        frozen = _select(catalog.names(), self.include, catalog, "freeze")
+        frozen = {catalog.resolve(name) for name in _select(catalog.names(), self.include, catalog, "freeze")}
         tensors, changes = dict(catalog.tensors), []
         for group in catalog.groups_of(OPTIMIZER):
-            left = {key: tensor for key, tensor in tensors[group].items() if split_state_key(key)[0] not in frozen}
+            names = {key: catalog.owner_of(group, split_state_key(key)[0])[1] for key in tensors[group]}
+            left = {key: tensor for key, tensor in tensors[group].items() if names[key] not in frozen}
             dropped = {split_state_key(key)[0] for key in tensors[group].keys() - left.keys()}
             changes += [Change(group, f"{name}: frozen, its states are dropped") for name in sorted(dropped)]
             tensors[group] = left
-        change = _in_optimizer_only(frozen)
+        change = _in_optimizer_only(catalog, frozen)
         return replace(catalog, tensors=tensors, value_changes=(*catalog.value_changes, change)).with_changes(changes)
 
 
@@ -55,41 +56,43 @@ class Unfreeze(msgspec.Struct, frozen=True, tag_field="verb", tag="unfreeze", fo
     def apply(self, catalog: Catalog) -> Catalog:
         """Return the catalog with states of more parameters. Raises ``InvalidArgumentError``."""
         _check_optimizer(catalog, "unfreeze")
-        names = _select(catalog.names(), self.include, catalog, "unfreeze")
-        found = [p for p in catalog.parameters() if p.name == self.like and p.states]
-        if not found:
+        like = catalog.resolve(self.like)
+        found = [parameter for parameter in catalog.parameters() if parameter.name == like and parameter.states]
+        if len(found) != 1:
+            what = "no states" if not found else "states of several models"
             raise InvalidArgumentError(
-                f"unfreeze: {self.like!r} has no states in {catalog.label}: name a trained parameter"
+                f"unfreeze: {self.like!r} has {what} in {catalog.label}: name a trained parameter of one model"
             )
-        group, states = next(iter(found[0].states))[0], found[0].states
-        return add_trained(catalog, sorted(names), (group, self.like), states)
+        of_model = [*catalog.tensors[found[0].group], *catalog.tied.get(found[0].group, {})]
+        names = {catalog.resolve(name) for name in _select(of_model, self.include, catalog, "unfreeze")}
+        return add_trained(catalog, sorted(names), found[0])
 
 
-def add_trained(
-    catalog: Catalog,
-    names: Sequence[str],
-    like: tuple[str, str],
-    states: Mapping[tuple[str, str], EditedTensor],
-) -> Catalog:
-    """Return a catalog in which parameters have states like those of another one, in its group.
+def add_trained(catalog: Catalog, names: Sequence[str], like: Parameter) -> Catalog:
+    """Return a catalog in which parameters of a model have states like those of another one, ``like``, in its group.
 
-    ``like`` is the group of the optimizer and the parameter. Raises ``InvalidArgumentError`` if one has states already.
+    Raises ``InvalidArgumentError`` if one has states already, in any optimizer.
     """
-    group, sibling = like
-    model = catalog.tensors[catalog.model_of(group)]
-    tensors, changes, reconstructed = dict(catalog.tensors[group]), [], []
-    trained = {split_state_key(key)[0] for key in tensors}
+    model = catalog.tensors[like.group]
+    tensors = {group: dict(catalog.tensors[group]) for group in catalog.tensors}
+    changes: list[Change] = []
+    reconstructed: list[str] = []
+    value_changes = list(catalog.value_changes)
+    optimizers = catalog.groups_of(OPTIMIZER)
+    trained = {catalog.owner_of(group, split_state_key(key)[0]) for group in optimizers for key in tensors[group]}
     for name in names:
-        if name in trained:
+        if (like.group, name) in trained:
             raise InvalidArgumentError(f"unfreeze: {name!r} has states in {catalog.label} already")
-        for (of_group, state), tensor in states.items():
-            if of_group == group:
-                tensors[state_key(name, state)] = _new_state(model[name], state, tensor, model[sibling], name)
-                reconstructed.append(f"{state} of {name}")
-        changes.append(Change(group, f"{name}: trained from now on, in the group of {sibling}"))
-    changed = {**catalog.tensors, group: dict(sorted(tensors.items()))}
-    change = add_parameters(names, sibling, group)
-    added = replace(catalog, tensors=changed, value_changes=(*catalog.value_changes, change))
+        for (group, state), tensor in like.states.items():
+            key = state_key(catalog.name_in(group, like.group, name), state)
+            tensors[group][key] = _new_state(model[name], state, tensor, like.tensor, name)
+            reconstructed.append(f"{state} of {name}")
+        changes.append(Change(like.group, f"{name}: trained from now on, in the group of {like.name}"))
+    for group in dict.fromkeys(group for group, _ in like.states):
+        listed = [catalog.name_in(group, like.group, name) for name in names]
+        value_changes.append(add_parameters(listed, catalog.name_in(group, like.group, like.name), group))
+    changed = {group: dict(sorted(by_name.items())) for group, by_name in tensors.items()}
+    added = replace(catalog, tensors=changed, value_changes=tuple(value_changes))
     return added.with_changes(changes, reconstructed)
 
 
@@ -116,7 +119,7 @@ def _new_state(
 
 def _check_optimizer(catalog: Catalog, verb: str) -> None:
     if not catalog.groups_of(OPTIMIZER):
-        raise InvalidArgumentError(f"{verb}: {catalog.label} has no optimizer")
+        raise InvalidArgumentError(f"{verb}: {catalog.label} has no states of an optimizer")
 
 
 def _select(names: Sequence[str], patterns: Sequence[str], catalog: Catalog, verb: str) -> set[str]:
@@ -129,9 +132,9 @@ def _select(names: Sequence[str], patterns: Sequence[str], catalog: Catalog, ver
     return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
-def _in_optimizer_only(frozen: Collection[str]) -> ValueChange:
+def _in_optimizer_only(catalog: Catalog, frozen: Collection[str]) -> ValueChange:
     """Return a change by which optimizers and schedulers no longer list parameters; models keep them."""
-    drop = rename_parameters(lambda name: () if name in frozen else (name,))
+    drop = rename_parameters(catalog.qualify(lambda name: () if name in frozen else (name,)))
 
     def change(shared: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**drop(shared), **{slot: value for slot, value in shared.items() if slot.partition("/")[0] == "model"}}

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from rankless.edits.catalog import Catalog, Change, Parameter, map_parameters
+from rankless.edits.catalog import MODEL, Catalog, Change, Parameter, map_parameters
+from rankless.edits.config_dtypes import change_parts
 from rankless.errors import InvalidArgumentError
 
 #: The most layers of a model after an edit.
@@ -20,6 +21,9 @@ _NUMBER = re.compile(r"(?:^|\.)(\d{1,9})(?=\.)")
 
 #: Entries of ``config.json`` with the number of layers.
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+#: Entries of ``config.json`` that only models with an encoder and a decoder have.
+_TWO_STACKS = {"num_decoder_layers", "decoder_layers"}
 
 #: Entries of ``config.json`` with a list that has an element for each layer, and those with numbers of layers.
 _LISTS, _NUMBERS = ("layer_types", "no_rope_layers", "attention_layers"), ("mlp_only_layers", "full_attn_idxs")
@@ -46,7 +50,8 @@ class Layers(msgspec.Struct, frozen=True, tag_field="verb", tag="layers", forbid
         stack, count = self._find_stack(catalog)
         order = self._order(count)
         new_of = {old: [new for new, layer in enumerate(order) if layer == old] for old in range(count)}
-        pattern = re.compile(rf"((?:^|.*\.){re.escape(stack)}\.)(\d{{1,9}})(\..*)")
+        pattern = _pattern_of(stack)
+        self._check_prefixes(catalog, stack, pattern)
 
         def rename(name: str) -> Sequence[str]:
             match = pattern.fullmatch(name)
@@ -59,7 +64,9 @@ class Layers(msgspec.Struct, frozen=True, tag_field="verb", tag="layers", forbid
 
         text = f"{stack}: the layers {', '.join(map(str, order))} of {count}"
         moved = map_parameters(catalog, move, rename).with_changes([Change("model", text)])
-        return moved.with_config(lambda config: _change_config(config, order, count))
+        return moved.with_config(
+            lambda config: change_parts(config, lambda part: _change_config(part, order, count, stack))
+        )
 
     def _order(self, count: int) -> list[int]:
         """Return the old number of each new layer. ``count``: how many there are."""
@@ -78,6 +85,14 @@ class Layers(msgspec.Struct, frozen=True, tag_field="verb", tag="layers", forbid
             raise InvalidArgumentError(f"layers: a model has 1 to {_MOST_LAYERS} layers; these are {len(order)}")
         return order
 
+    def _check_prefixes(self, catalog: Catalog, stack: str, pattern: re.Pattern[str]) -> None:
+        """Raise ``InvalidArgumentError`` if one model has several lists of layers of this name."""
+        for group in catalog.groups_of(MODEL):
+            found = {match[1] for name in catalog.tensors[group] if (match := pattern.fullmatch(name))}
+            if len(found) > 1:
+                listed = ", ".join(sorted(prefix.removesuffix(".") for prefix in found)[:5])
+                raise InvalidArgumentError(f"layers: {stack!r} is in {listed}: pass stack= with the whole name of one")
+
     def _find_stack(self, catalog: Catalog) -> tuple[str, int]:
         """Return the name of the list of layers, and their number."""
         numbers: dict[str, set[int]] = {}
@@ -90,7 +105,7 @@ class Layers(msgspec.Struct, frozen=True, tag_field="verb", tag="layers", forbid
         stacks = _without_wrappers(whole)
         if len(stacks) != 1:
             wanted = f"{self.stack!r}" if self.stack is not None else "one list of layers"
-            listed = ", ".join(sorted(stacks)) or "none"
+            listed = ", ".join(sorted(stacks)[:5]) or "none"
             raise InvalidArgumentError(
                 f"layers: {wanted} was looked for in {catalog.label}; found: {listed}. Pass stack= with its name"
             )
@@ -98,8 +113,7 @@ class Layers(msgspec.Struct, frozen=True, tag_field="verb", tag="layers", forbid
 
 
 def _numbers_of(stack: str, names: Sequence[str]) -> dict[str, set[int]]:
-    pattern = re.compile(rf"(?:^|.*\.){re.escape(stack)}\.(\d{{1,9}})\..*")
-    found = {int(match[1]) for name in names if (match := pattern.fullmatch(name))}
+    found = {int(match[2]) for name in names if (match := _pattern_of(stack).fullmatch(name))}
     return {stack: found} if found else {}
 
 
@@ -112,17 +126,29 @@ def _without_wrappers(stacks: Mapping[str, int]) -> dict[str, int]:
     }
 
 
-def _change_config(config: dict[str, Any], order: Sequence[int], count: int) -> dict[str, Any]:
-    changed: dict[str, Any] = {key: len(order) for key in _COUNTS if config.get(key) == count}
+def _pattern_of(stack: str) -> re.Pattern[str]:
+    """Return the pattern of names in a stack: what is before the number of the layer, the number, and the rest."""
+    before = rf"(?:.*?\.)??{re.escape(stack)}\." if stack else r"(?:module\.)?"
+    return re.compile(rf"({before})(\d{{1,9}})(\..*)")
+
+
+def _change_config(config: dict[str, Any], order: Sequence[int], count: int, stack: str) -> dict[str, Any]:
+    changed: dict[str, Any] = {key: len(order) for key in _count_keys(config, stack) if config.get(key) == count}
     for key in _LISTS:
         if isinstance(config.get(key), list) and len(config[key]) == count:
             changed[key] = [config[key][old] for old in order]
     for key in _NUMBERS:
         if isinstance(config.get(key), list):
             changed[key] = [new for new, old in enumerate(order) if old in config[key]]
-    parts = {
-        key: _change_config(dict(config[key]), order, count)
-        for key in ("text_config", "decoder")
-        if isinstance(config.get(key), dict)
-    }
-    return {**config, **changed, **parts}
+    return {**config, **changed}
+
+
+def _count_keys(config: Mapping[str, Any], stack: str) -> Sequence[str]:
+    """Return the entries with the number of layers of a stack. Models with two stacks have one for each."""
+    if not _TWO_STACKS & config.keys():
+        return _COUNTS
+    if "decoder" in stack:
+        return ("num_decoder_layers", "decoder_layers")
+    if "encoder" in stack:
+        return ("encoder_layers", "num_layers", "num_hidden_layers")
+    raise InvalidArgumentError(f"layers: the model has an encoder and a decoder: pass stack= with one, not {stack!r}")

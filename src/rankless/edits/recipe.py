@@ -35,6 +35,9 @@ Edit = str | PathLike[str] | Sequence[str | Mapping[str, Any]]
 #: The most verbs of a recipe, and the largest file.
 _MOST_VERBS, _LARGEST = 100, 2**20
 
+#: The most digits of the numbers of a range.
+_DIGITS = 5
+
 #: The classes by the name of the verb.
 VERBS: dict[str, type[Any]] = {verb.__struct_config__.tag: verb for verb in get_args(Verb)}
 
@@ -102,7 +105,7 @@ def _describe_arguments(verb: Verb) -> Iterator[str]:
 def _parse_file(path: Path) -> list[Verb]:
     try:
         table = tomllib.loads(read_small(path, _LARGEST).decode())
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of Unicode, of TOML, of integers with too many digits
         raise InvalidArgumentError(f"{path} is no recipe: {error}") from error
     entries = table.get("edit")
     if not isinstance(entries, list) or table.keys() - {"edit"}:
@@ -115,7 +118,7 @@ def _parse_text(text: str) -> Verb:
     try:
         name, *words = shlex.split(text)
     except ValueError as error:
-        raise InvalidArgumentError(f"{text!r} is no verb of an edit: {error}") from error
+        raise InvalidArgumentError(f"{text!r} is no verb of an edit such as 'resize-vocab 50304'") from error
     arguments: dict[str, Any] = {"verb": name}
     if name not in VERBS:
         return _convert(arguments)  # raises the error
@@ -123,11 +126,13 @@ def _parse_text(text: str) -> Verb:
         key, equals, value = word.partition("=")
         if not equals and number == 0 and name in _FIRST:
             key, value = _FIRST[name], word
+        elif not equals:
+            raise InvalidArgumentError(f"{text!r}: {word!r} is no argument: pass NAME=VALUE")
         elif name == "rename":
             arguments.setdefault("names", {})[key] = value
             continue
-        elif not equals:
-            raise InvalidArgumentError(f"{text!r}: {word!r} is no argument: pass NAME=VALUE")
+        if key in arguments:
+            raise InvalidArgumentError(f"{text!r}: {key} is given twice: put commas between several values")
         arguments[key] = _parse_value(VERBS[name], key, value)
     return _convert(arguments)
 
@@ -146,7 +151,7 @@ def _parse_value(verb: type[Any], key: str, value: str) -> Any:
 def _parse_numbers(text: str) -> Sequence[Any]:
     """Return a number, or a range such as ``4-7``."""
     first, dash, last = text.partition("-")
-    if dash and len(text) <= 2 * len("10000") and first.isdecimal() and last.isdecimal():
+    if dash and first.isdecimal() and last.isdecimal() and max(len(first), len(last)) <= _DIGITS:
         return range(int(first), int(last) + 1)
     return [_parse_integer(text)]
 
@@ -163,6 +168,7 @@ def _convert(arguments: Any, where: str = "") -> Verb:
         raise InvalidArgumentError(f"{where}an edit has the verbs {', '.join(sorted(VERBS))}; got {name!r}")
     try:
         converted: Verb = msgspec.convert(dict(arguments), verb)
-    except msgspec.ValidationError as error:
+        msgspec.json.encode(converted)  # text that is no Unicode
+    except (msgspec.ValidationError, UnicodeEncodeError, RecursionError) as error:
         raise InvalidArgumentError(f"{where}{name}: {error}") from error
     return converted

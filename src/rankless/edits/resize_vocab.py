@@ -18,6 +18,7 @@ from rankless.edits.catalog import (
     keep_name,
     map_parameters,
 )
+from rankless.edits.config_dtypes import change_parts
 from rankless.edits.formulas import RowRange, Zeros, cast, join_rows, with_rows
 from rankless.edits.row_rules import RowRule, describe_size, parse_rule
 from rankless.errors import InvalidArgumentError
@@ -72,7 +73,7 @@ class ResizeVocab(msgspec.Struct, frozen=True, tag_field="verb", tag="resize-voc
         unread: list[UnreadTensorNote] = []
 
         def resize(parameter: Parameter) -> Sequence[Parameter] | None:
-            if parameter.name not in names or parameter.tensor.info.shape[0] == self.size:
+            if (parameter.group, parameter.name) not in names or parameter.tensor.info.shape[0] == self.size:
                 return None
             old = parameter.tensor.info.shape[0]
             new, states = self._resize(parameter, rule, unread)
@@ -83,30 +84,34 @@ class ResizeVocab(msgspec.Struct, frozen=True, tag_field="verb", tag="resize-voc
 
         resized = map_parameters(catalog, resize, keep_name)
         refused = replace(resized, unread=(*catalog.unread, *unread))
-        return refused.with_changes(changes, reconstructed).with_config(self._change_config)
+        return replace(refused, rows=self.size).with_changes(changes, reconstructed).with_config(self._change_config)
 
-    def _find_names(self, catalog: Catalog) -> set[str]:
-        """Return the names of all tensors with a row for each token: the same in averages of the model."""
-        sizes = {parameter.name: parameter.tensor.info.shape[:1] for parameter in catalog.parameters()}
+    def _find_names(self, catalog: Catalog) -> set[tuple[str, str]]:
+        """Return all tensors with a row for each token by group and name: also those of averages of the model."""
+        sizes = {(p.group, p.name): p.tensor.info.shape[:1] for p in catalog.parameters()}
+        stored = {(group, alias): (group, name) for group, tied in catalog.tied.items() for alias, name in tied.items()}
+        named = {key: key for key in sizes} | {alias: key for alias, key in stored.items() if key in sizes}
         if self.tensors:
-            names = {name for name in sizes if any(fnmatchcase(name, pattern) for pattern in self.tensors)}
-            unused = [pattern for pattern in self.tensors if not any(fnmatchcase(name, pattern) for name in sizes)]
+            keys = {key for (_, name), key in named.items() if any(fnmatchcase(name, p) for p in self.tensors)}
+            unused = [p for p in self.tensors if not any(fnmatchcase(name, p) for _, name in named)]
             if unused:
                 raise InvalidArgumentError(f"resize-vocab: {catalog.label} has no tensor {unused[0]!r}")
         else:
-            embeddings = {name for name in sizes if _ends_with(name, _EMBEDDINGS)}
-            rows = {sizes[name] for name in embeddings}
-            names = embeddings | {name for name in sizes if _ends_with(name, _HEADS) and sizes[name] in rows}
-        self._check_names(catalog, {name: sizes[name] for name in names})
-        return names
+            embeddings = {key for (_, name), key in named.items() if _ends_with(name, _EMBEDDINGS)}
+            rows = {sizes[key] for key in embeddings}
+            heads = {key for (_, name), key in named.items() if _ends_with(name, _HEADS)}
+            keys = embeddings | {key for key in heads if sizes[key] in rows}
+        self._check_names(catalog, {key: sizes[key] for key in keys})
+        return keys
 
-    def _check_names(self, catalog: Catalog, sizes: Mapping[str, tuple[int, ...]]) -> None:
+    def _check_names(self, catalog: Catalog, sizes: Mapping[tuple[str, str], tuple[int, ...]]) -> None:
         if not sizes:
             raise InvalidArgumentError(
                 f"resize-vocab: no embedding was found by its name in {catalog.label}: pass tensors= with its name"
             )
         if () in sizes.values() or len({*sizes.values()}) > 1:
-            listed = ", ".join(f"{name} has {size[0] if size else 'no'} rows" for name, size in sorted(sizes.items()))
+            rows = ((name, size[0] if size else "no") for (_, name), size in sorted(sizes.items()))
+            listed = ", ".join(f"{name} has {count} rows" for name, count in rows)
             raise InvalidArgumentError(f"resize-vocab: {listed}: pass tensors= with what has a row for each token")
 
     def _resize(
@@ -149,6 +154,10 @@ class ResizeVocab(msgspec.Struct, frozen=True, tag_field="verb", tag="resize-voc
         """Return a state that is not the parameter itself: moments, factors of moments, or one value. Others: none."""
         shape, whole = tensor.info.shape, parameter.tensor.info.shape
         is_of_columns = len(whole) > 1 and shape in {whole[1:], (1, *whole[1:])} and shape != whole
+        if len(shape) == 1 and whole == (*shape, *shape):  # a factor of rows or of columns: only its name tells
+            is_of_columns = "col" in state
+            if is_of_columns == ("row" in state):
+                return None
         if is_one_value(state, tensor, parameter.tensor) or is_of_columns:
             return tensor
         if shape == whole or shape == whole[:1] or (shape[:1] == whole[:1] and all(size == 1 for size in shape[1:])):
@@ -157,13 +166,7 @@ class ResizeVocab(msgspec.Struct, frozen=True, tag_field="verb", tag="resize-voc
 
     def _change_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Name the new size wherever the configuration has one for the tokens of text."""
-        changed = {"vocab_size": self.size} if "vocab_size" in config else {}
-        parts = {
-            key: self._change_config(dict(config[key]))
-            for key in ("text_config", "decoder")
-            if isinstance(config.get(key), dict)
-        }
-        return {**config, **changed, **parts}
+        return change_parts(config, lambda part: {**part, "vocab_size": self.size} if "vocab_size" in part else part)
 
 
 def _ends_with(name: str, ends: Sequence[str]) -> bool:

@@ -16,6 +16,9 @@ from rankless.errors import InvalidArgumentError
 from rankless.formats.edited_reader import EditedTensor
 from rankless.ondisk.data_files import TensorInfo
 
+#: Seeds of NumPy's generator are less.
+_SEEDS = 2**32
+
 _RULE = re.compile(r"(mean|zeros)|copy:([0-9]{1,18})|normal:([0-9.eE+-]{1,32})")
 
 
@@ -52,6 +55,8 @@ class RowRule(msgspec.Struct, frozen=True):
 
 def parse_rule(text: str, seed: int) -> RowRule:
     """Return the rule that a recipe names. Raises ``InvalidArgumentError``."""
+    if not 0 <= seed < _SEEDS:
+        raise InvalidArgumentError(f"seed must be 0 to {_SEEDS - 1}; got {seed}")
     match = _RULE.fullmatch(text)
     if match is not None and match[1]:
         return RowRule(match[1])

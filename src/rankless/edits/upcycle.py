@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from rankless.edits.catalog import OPTIMIZER, Catalog, Change, Parameter, is_one_value, map_parameters
+from rankless.edits.catalog import Catalog, Change, Parameter, is_one_value, map_parameters
 from rankless.edits.formulas import NormalRows, RowRange, Rows, Zeros
 from rankless.edits.freeze import add_trained
 from rankless.edits.row_rules import RowRule, parse_rule
 from rankless.errors import InvalidArgumentError
 from rankless.formats.edited_reader import EditedTensor
 from rankless.ondisk.data_files import TensorInfo
-from rankless.ondisk.validation import split_state_key
 
 #: The most experts of a layer after an edit.
 _MOST_EXPERTS = 4096
@@ -129,7 +128,7 @@ class Upcycle(msgspec.Struct, frozen=True, tag_field="verb", tag="upcycle", forb
     ) -> Catalog:
         """Return the catalog with a router for each MLP, and its states."""
         tensors = {group: dict(by_name) for group, by_name in catalog.tensors.items()}
-        routers: dict[str, str] = {}
+        siblings: dict[str, list[tuple[str, str]]] = {}
         for (group, prefix), parts in mlps.items():
             first = _first_projection(parts)
             router = names.router(prefix)
@@ -137,15 +136,15 @@ class Upcycle(msgspec.Struct, frozen=True, tag_field="verb", tag="upcycle", forb
             is_zero = rule.kind == "zeros"
             tensors[group][router] = Zeros(info) if is_zero else NormalRows(info, router, rule.std, rule.seed)
             if first.states:
-                routers[router] = names.rename(first.name)[0]
+                siblings.setdefault(group, []).append((router, names.rename(first.name)[0]))
         sorted_tensors = {group: dict(sorted(by_name.items())) for group, by_name in tensors.items()}
         added = replace(catalog, tensors=sorted_tensors)
-        for router, sibling in routers.items():
-            for group in added.groups_of(OPTIMIZER):
-                states = _states_of(added, group, sibling)
-                if states:
-                    added = add_trained(added, [router], (group, sibling), states)
-        return added.with_changes([], list(routers) or [names.router(prefix) for _, prefix in mlps])
+        trained = {(parameter.group, parameter.name): parameter for parameter in added.parameters()}
+        for group, pairs in siblings.items():
+            for router, sibling in pairs:
+                added = add_trained(added, [router], trained[group, sibling])
+        new = [names.router(prefix) for group, prefix in mlps if group not in siblings]
+        return added.with_changes([], [*(router for pairs in siblings.values() for router, _ in pairs), *new])
 
     def _change_config(self, config: dict[str, Any]) -> dict[str, Any]:
         if self.style == "mixtral":
@@ -238,16 +237,20 @@ def _first_projection(parts: Mapping[str, Parameter]) -> Parameter:
 
 
 def _hidden_size(config: Mapping[str, Any], parts: Mapping[str, Parameter]) -> int:
-    """Return the size of what an MLP gets: as its configuration says, or else the smaller one of its projections."""
-    named = [config[key] for key in ("hidden_size", "n_embd", "d_model") if isinstance(config.get(key), int)]
+    """Return the size of what an MLP gets: the columns of gate or up, or what the configuration says.
+
+    Without both it is the smaller size of its projections.
+    """
+    first = _first_projection(parts)
+    if first.name.rpartition(".")[0].endswith((_GATE, _UP)):
+        return first.tensor.info.shape[1]
+    text = config.get("text_config")
+    tables = [config, text] if isinstance(text, dict) else [config]
+    named = [table[key] for table in tables for key in ("hidden_size", "n_embd", "d_model") if key in table]
+    sizes = [size for size in named if isinstance(size, int) and not isinstance(size, bool) and size > 0]
     shapes = [parameter.tensor.info.shape for parameter in parts.values()]
-    return named[0] if named else min(size for shape in shapes if len(shape) > 1 for size in shape)
-
-
-def _states_of(catalog: Catalog, group: str, name: str) -> dict[tuple[str, str], EditedTensor]:
-    states = catalog.tensors[group].items()
-    split = ((split_state_key(key), tensor) for key, tensor in states)
-    return {(group, state): tensor for (fqn, state), tensor in split if fqn == name}
+    wide = {size for shape in shapes if len(shape) > 1 for size in shape}
+    return sizes[0] if sizes and sizes[0] in wide else min(wide)
 
 
 def _groups_of(mlps: Mapping[tuple[str, str], object]) -> dict[str, list[str]]:

@@ -39,19 +39,46 @@ def rename_parameters(rename: RenameNames) -> ValueChange:
 
 
 def add_parameters(names: Sequence[str], like: str, group: str) -> ValueChange:
-    """Return a change by which parameters join the parameter group of another one, in the optimizer of a ``group``."""
+    """Return a change by which parameters join the parameter group of another one, in the optimizer of a ``group``.
+
+    Numbers that the optimizer keeps for the other one, such as its steps, are zero for them. The change raises
+    ``InvalidArgumentError`` for other values.
+    """
+    model = group.partition("/")[2]
 
     def change(shared: Mapping[str, Any]) -> Mapping[str, Any]:
         if group not in shared:
             return shared
-        groups = [{**entry, "params": _insert_after(like, names, entry["params"])} for entry in shared[group]["groups"]]
-        added = {**shared, group: {**shared[group], "groups": groups}}
+        added = {**shared}
+        added[group] = {**shared[group], "groups": [_add_to_group(e, names, like) for e in shared[group]["groups"]]}
         for slot, value in shared.items():
-            if _kind(slot) == _SCHEDULER:
-                added[slot] = _add_to_scheduler(value, names, like)
+            if _kind(slot) == _SCHEDULER and slot.partition("/")[2] in {model, ""}:
+                in_slot = _add_to_scheduler(value, names, like)
+                added[slot] = _add_to_scheduler(in_slot, [f"{model}/{name}" for name in names], f"{model}/{like}")
         return added
 
     return change
+
+
+def _add_to_group(entry: Mapping[str, Any], names: Sequence[str], like: str) -> dict[str, Any]:
+    """Return a parameter group with more parameters, if it has the one that they are like."""
+    if like not in entry["params"]:
+        return dict(entry)
+    present = {*entry["params"]}
+    states = dict(entry["state"])
+    for name in names if like in states else ():
+        states[name] = {key: _as_new(value, key, name) for key, value in states[like].items()}
+    params = _insert_after(like, [name for name in names if name not in present], entry["params"])
+    return {**entry, "params": params, "state": states}
+
+
+def _as_new(value: Any, key: str, name: str) -> Any:
+    """Return the value that a new parameter has in place of one of a trained parameter."""
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int | float):
+        return type(value)(0)
+    raise InvalidArgumentError(f"unfreeze: no rule says what the value {key!r} of {name!r} is: name another parameter")
 
 
 def _kind(slot: str) -> str:

@@ -151,8 +151,8 @@ class LoadOperation:
         self._missing: list[str] = []
         self._differences: list[str] = []
         self._doubts: Sequence[str] = ()
-        #: The edits by which what is loaded came about, if it is edited now.
-        self._edits: tuple[EditRecord, ...] | None = None
+        #: The edits by which what is loaded came about.
+        self._edits: tuple[EditRecord, ...] = ()
 
     def run(self) -> RestoreResult:
         """Run all steps of the load, on all ranks.
@@ -350,7 +350,8 @@ class LoadOperation:
             self._doubts = describe_doubts(opened) if self._session.rank == COORDINATOR_RANK else ()
             original = original_reader(reader)
             self._manifest = original.manifest if isinstance(original, NativeReader) else None
-            self._edits = reader.edits if isinstance(reader, EditedCheckpoint) else None
+            before = self._manifest.edits if self._manifest else ()
+            self._edits = reader.edits if isinstance(reader, EditedCheckpoint) else tuple(before or ())
             return with_fused_experts(reader, self._request.training)
         except NoCheckpointError:
             if self._session.rank == COORDINATOR_RANK:
@@ -466,6 +467,7 @@ class LoadOperation:
             matched_by=dict(targets.matched_by),
             not_requested=tuple(targets.components_not_requested()),
             sequence=manifest.sequence if manifest else 0,
+            edits=self._edits,
             base=self._find_base(),
         )
 
@@ -475,8 +477,7 @@ class LoadOperation:
         if manifest is None:
             return None
         base = LoadedBase.of(manifest, selected.tag, selected.newest, selected.token, selected.seen)
-        edits = tuple(manifest.edits or ()) if self._edits is None else self._edits
-        return msgspec.structs.replace(base, edits=edits) if edits else base
+        return msgspec.structs.replace(base, edits=self._edits) if self._edits else base
 
 
 def _partly_filled_advice(training: TrainingObjects) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rankless.ondisk.manifest import EditRecord
 from rankless.run.claims import LoadedBase
 
 
@@ -47,6 +48,7 @@ class RestoreResult:
         not_requested: The components that the checkpoint has and that nothing was passed for, such as
             ``"stateful/ema"``.
         sequence: The position in the order of all saves into the run directory; 0 for formats other than rankless's.
+        edits: The edits by which it came about, oldest first, also the one of this load: see :func:`rankless.edit`.
         base: What a save into its directory needs to continue it; ``None`` for formats other than rankless's.
     """
 
@@ -68,4 +70,5 @@ class RestoreResult:
     matched_by: Mapping[str, str] = field(default_factory=dict)
     not_requested: tuple[str, ...] = ()
     sequence: int = 0
+    edits: tuple[EditRecord, ...] = ()
     base: LoadedBase | None = field(default=None, repr=False)
