@@ -88,7 +88,7 @@ def _write(source: Path, output: Path, edits: str | Sequence[str], options: Mapp
     with leave_on_interrupt():
         from rankless.conversion.edit import edit as edit_checkpoint  # noqa: PLC0415 - slow to import
     with show_conversion(source) as show_event:
-        edit_checkpoint(source, output, edits, on_event=show_event, **options)
+        edit_checkpoint(source, output, edits, on_event=show_event, process_group="self", **options)
 
 
 def _print_report(report: EditReport, *, as_json: bool) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rankless.conversion.pipeline import Conversion, ConversionRequest
 from rankless.conversion.tensor_filter import TensorFilter
 from rankless.edits.apply_edits import EditReport, ReaderEdit, edit_reader
 from rankless.edits.recipe import Edit, parse_recipe
 from rankless.engine.comm.collective_call import collective_call
+from rankless.engine.comm.process_group_argument import ProcessGroupArgument
 from rankless.engine.comm.session import RankGroup, WritingRanks
 from rankless.errors import InvalidArgumentError
 from rankless.formats.registry import LAYOUT, NXD
@@ -21,9 +21,6 @@ from rankless.ondisk.validation import check_integer, check_keys
 from rankless.run.lookup import open_latest
 from rankless.storage.location import parse_location
 from rankless.torch_import import explain_imports
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 #: The formats that have the model alone.
 _MODEL_ONLY = frozenset({"hf", "safetensors"})
@@ -42,7 +39,7 @@ def edit(
     max_shard_size: int | str = SHARD_SIZE,
     verify: bool = True,
     on_event: OnEvent | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: ProcessGroupArgument = None,
     timeout: float = 600.0,
 ) -> Path:
     """Write a changed copy of a checkpoint: weights, masters, moments, parameter groups, schedulers, configuration.
@@ -70,7 +67,7 @@ def edit(
         max_shard_size: the maximum bytes of tensors in one file, for formats with several files.
         verify: read the output back. The source is always verified if its format has checksums.
         on_event: is called with the progress: see :class:`rankless.Progress`.
-        process_group: the ranks that share the work.
+        process_group: the ranks that share the work; ``"self"`` is this process alone.
         timeout: how many seconds ranks wait for each other before all of them fail.
 
     Returns:
