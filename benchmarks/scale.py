@@ -17,12 +17,14 @@ import resource
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
@@ -49,9 +51,10 @@ RANKS_PER_HOST = 8
 
 @dataclass
 class SaveCosts:
-    """What one save has cost: processor seconds of rank 0, and traffic by part, of all ranks."""
+    """What one save has cost: processor seconds of rank 0, those of the store's server, and traffic of all ranks."""
 
     seconds: float
+    server_seconds: float
     traffic: dict[str, tuple[int, int, int, int]]
 
 
@@ -79,7 +82,9 @@ def main() -> None:
     folder = options.folder or _mount_memory()
     for ranks in options.ranks:
         if options.what == "simulate":
-            store_costs(options.results, "simulated", run_alone(simulate_job, ranks, RANKS_PER_HOST, "large", folder))
+            for kind, rng in (("simulated", True), ("without generators", False)):
+                job = partial(simulate_job, rng=rng)
+                store_costs(options.results, kind, run_alone(job, ranks, RANKS_PER_HOST, "large", folder))
             continue
         per_host = max(1, ranks // 2)
         store_costs(options.results, "processes", run_processes(ranks, per_host, folder))
@@ -94,33 +99,45 @@ def store_costs(results: Path, kind: str, costs: JobCosts) -> None:
     print(kind, json.dumps(asdict(costs)), flush=True)
 
 
-def simulate_job(ranks: int, per_host: int, size: str, folder: Path) -> JobCosts:
-    """Save as rank 0 of a simulated job."""
+def simulate_job(ranks: int, per_host: int, size: str, folder: Path, *, rng: bool = True) -> JobCosts:
+    """Save as rank 0 of a simulated job, with the states of random generators or without."""
     tcp = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=600))
     peers = SimulatedPeers(ranks, per_host)
     store = CountingStore(tcp, peers.act)
     init_simulated_group(store, ranks)
     training = build_training(model_of(ranks) if size == "large" else SMALL, ranks, 0)
     started = time.process_time()
-    reports = Reports(training, ranks, per_host, rng=True)
+    reports = Reports(training, ranks, per_host, rng=rng)
     costs = JobCosts(ranks, per_host, size, plan_seconds=time.process_time() - started)
     costs.state_bytes = training.nbytes
     peers.connect(store, reports)
     for name in SAVES:
         peers.begin_save(is_first=name == SAVES[0])
-        seconds = save_once(training, folder, name, store)
-        costs.saves[name] = SaveCosts(seconds - peers.seconds, store.traffic.rows())
+        costs.saves[name] = save_once(training, folder, name, store, rng=rng)
+        costs.saves[name].seconds -= peers.seconds
     costs.memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return costs
 
 
-def save_once(training: Training, folder: Path, name: str, store: CountingStore) -> float:
-    """Train and save. Return the processor seconds of the save, with those of its threads and of the store's server."""
+def save_once(training: Training, folder: Path, name: str, store: CountingStore, *, rng: bool = True) -> SaveCosts:
+    """Train and save. Return what the save has cost this process."""
     training.step()
     store.traffic = TrafficByPart()
-    started = time.process_time()
-    rankless.save_checkpoint(folder, name, training.model, training.optimizer, timeout=3600)
-    return time.process_time() - started
+    started, server_started = time.process_time(), read_server_seconds()
+    rankless.save_checkpoint(folder, name, training.model, training.optimizer, rng=rng, timeout=3600)
+    server = read_server_seconds() - server_started
+    return SaveCosts(time.process_time() - started - server, server, store.traffic.rows())
+
+
+def read_server_seconds() -> float:
+    """Return the processor seconds of all threads that are not of Python: mostly of the server of the store."""
+    of_python = {thread.native_id for thread in threading.enumerate()}
+    ticks = 0
+    for task in Path("/proc/self/task").iterdir():
+        if int(task.name) not in of_python:
+            columns = (task / "stat").read_text("utf-8").rpartition(")")[2].split()
+            ticks += int(columns[11]) + int(columns[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def run_alone(job: Callable[..., JobCosts], *arguments: Any) -> JobCosts:
@@ -178,8 +195,7 @@ def _run_rank(  # noqa: PLR0917 - the arguments of a process
         costs = JobCosts(ranks, per_host, "small", state_bytes=training.nbytes)
         for name in SAVES:
             dist.barrier()
-            seconds = save_once(training, folder, name, store)
-            costs.saves[name] = SaveCosts(seconds, store.traffic.rows())
+            costs.saves[name] = save_once(training, folder, name, store)
         dist.barrier()
         results.put((rank, costs))
     except BaseException:  # noqa: BLE001 - a forked process must not return

@@ -39,6 +39,7 @@ def fill_tables(page: str, results: Results) -> str:
     """Return a page with the tables at their marks."""
     tables: dict[str, Callable[[], Iterator[str]]] = {
         "saves": lambda: list_saves(results["simulated"]),
+        "without": lambda: list_saves(results["without generators"]),
         "fit": lambda: list_fit(results["processes"], results["model"]),
         "memory": list_memory,
         "requests": list_requests,
@@ -53,8 +54,9 @@ def fill_tables(page: str, results: Results) -> str:
 
 def list_saves(jobs: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield what saves cost jobs of simulated ranks."""
-    yield "| ranks | own bytes | first save, s | later saves, s | messages | votes | CRCs | small cells | memory |"
-    yield "|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+    seconds = "first save, s | server, s | later save, s | server, s"
+    yield f"| ranks | own bytes | {seconds} | messages | votes | CRCs | cells | memory |"
+    yield "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
     for job in sorted(jobs.values(), key=lambda job: int(job["ranks"])):
         first, *later = (job["saves"][name] for name in SAVES)
         traffic = later[0]["traffic"]
@@ -62,7 +64,9 @@ def list_saves(jobs: dict[str, dict[str, Any]]) -> Iterator[str]:
             f"{job['ranks']:,}",
             _megabytes(job["state_bytes"]),
             f"{first['seconds']:.2f}",
+            f"{first['server_seconds']:.2f}",
             f"{min(save['seconds'] for save in later):.2f}",
+            f"{min(save['server_seconds'] for save in later):.2f}",
             f"{sum(part[0] + part[2] for part in traffic.values()):,}",
             *(_megabytes(sum(traffic.get(part, [0] * 4)[1::2])) for part in ("votes", "CRCs", "cells")),
             _megabytes(job["memory"]),
@@ -79,7 +83,7 @@ def list_fit(real: dict[str, dict[str, Any]], model: dict[str, dict[str, Any]]) 
             saves = [jobs[ranks]["saves"][name] for jobs in (real, model)]
             messages = [sum(part[0] + part[2] for part in save["traffic"].values()) for save in saves]
             sizes = [sum(part[1] + part[3] for part in save["traffic"].values()) for save in saves]
-            seconds = [f"{save['seconds']:.2f}" for save in saves]
+            seconds = [f"{save['seconds'] + save['server_seconds']:.2f}" for save in saves]
             numbers = (*(f"{number:,}" for number in (*messages, *sizes)), *seconds)
             yield f"| {ranks} | {name} | " + " | ".join(numbers) + " |"
 

@@ -47,6 +47,12 @@ def block_range(block: int, nbytes: int) -> tuple[int, int]:
     return block * BLOCK_BYTES, min(nbytes, (block + 1) * BLOCK_BYTES)
 
 
+def block_sizes(nbytes: int) -> list[int]:
+    """Return the size of each block of a tensor of ``nbytes`` bytes."""
+    full, left = divmod(nbytes, BLOCK_BYTES)
+    return [BLOCK_BYTES] * full + ([left] if left else [])
+
+
 def combine_crcs(crcs: Iterable[tuple[int, int]]) -> int:
     """Return the CRC of adjacent ranges, given the CRC and the length in bytes of each, in order."""
     total = 0
@@ -64,7 +70,9 @@ def assemble_crcs(fragments: Sequence[Fragment], nbytes: int) -> list[int | None
     if len(fragments) == 1 and nbytes <= BLOCK_BYTES:
         return [_combine_fragments(fragments, 0, nbytes)]
     block_crcs: list[int | None] = [
-        crc for block, (start, stop, crc) in enumerate(fragments) if (start, stop) == block_range(block, nbytes)
+        crc
+        for block, (start, stop, crc) in enumerate(fragments)
+        if start == block * BLOCK_BYTES and stop == min(start + BLOCK_BYTES, nbytes)
     ]
     if len(block_crcs) == len(fragments) == count_blocks(nbytes):  # as after a merge: there are very many
         return block_crcs

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankless.ondisk import block_crcs
-from rankless.ondisk.block_crcs import Fragment
+from rankless.ondisk.block_crcs import BLOCK_BYTES, Fragment
 from tests.helpers.crc import ONES, crc64_by_bits
 
 #: Small enough for the slow CRC, large enough for several fragments.
@@ -135,3 +135,15 @@ def test_text_with_a_sign_or_separator_inside_is_refused() -> None:
     for text in ("-" + "0" * 15, "1_" + "0" * 14, "0" * 8 + "\u0660" * 8):
         with pytest.raises(ValueError, match="16 hexadecimal digits"):
             block_crcs.from_hex(text)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES, 3 * BLOCK_BYTES + 7])
+def test_sizes_of_blocks_are_those_of_their_ranges(nbytes: int) -> None:
+    ranges = [block_crcs.block_range(block, nbytes) for block in range(block_crcs.count_blocks(nbytes))]
+    assert block_crcs.block_sizes(nbytes) == [stop - start for start, stop in ranges]
+    fragments = [Fragment(start, stop, start + 1) for start, stop in ranges]
+    assert block_crcs.assemble_crcs(fragments, nbytes) == [start + 1 for start, _ in ranges]
+    assert (
+        block_crcs.assemble_crcs(fragments[1:], nbytes)
+        == [None, *(start + 1 for start, _ in ranges[1:])][: len(ranges)]
+    )

@@ -198,6 +198,5 @@ def _file_crc(header_crc: int, file: DataFile, crcs: list[list[int]]) -> int:
     """Combine the CRCs of a file's header and of its tensors' blocks into the CRC of the file."""
     crcs_and_lengths = [(header_crc, file.data_start)]
     for entry, block_row in zip(file.entries.values(), crcs, strict=True):
-        spans = (block_crcs.block_range(block, entry.nbytes) for block in range(len(block_row)))
-        crcs_and_lengths += [(crc, stop - start) for crc, (start, stop) in zip(block_row, spans, strict=True)]
+        crcs_and_lengths += zip(block_row, block_crcs.block_sizes(entry.nbytes), strict=True)
     return block_crcs.combine_crcs(crcs_and_lengths)
