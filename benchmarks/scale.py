@@ -14,7 +14,6 @@ import json
 import multiprocessing as mp
 import os
 import resource
-import socket
 import sys
 import tempfile
 import threading
@@ -161,10 +160,9 @@ def run_processes(ranks: int, per_host: int, folder: Path) -> JobCosts:
     """Save as all ranks of a job, each a process. Return the traffic of all, and the seconds of rank 0."""
     fork = mp.get_context("fork")
     results: SimpleQueue[tuple[int, JobCosts]] = fork.SimpleQueue()
-    with tempfile.TemporaryDirectory(dir=folder) as own, socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        server.close()
-        arguments = (ranks, per_host, Path(own), port, results)
+    ports: SimpleQueue[int] = fork.SimpleQueue()
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        arguments = (ranks, per_host, Path(own), ports, results)
         processes = [fork.Process(target=_run_rank, args=(rank, *arguments)) for rank in range(ranks)]
         for process in processes:
             process.start()
@@ -182,14 +180,18 @@ def run_processes(ranks: int, per_host: int, folder: Path) -> JobCosts:
 
 
 def _run_rank(  # noqa: PLR0917 - the arguments of a process
-    rank: int, ranks: int, per_host: int, folder: Path, port: int, results: SimpleQueue[tuple[int, JobCosts]]
+    rank: int,
+    ranks: int,
+    per_host: int,
+    folder: Path,
+    ports: SimpleQueue[int],
+    results: SimpleQueue[tuple[int, JobCosts]],
 ) -> None:
     try:
         if ranks > per_host:
             _take_host_id(rank // per_host, folder)
         torch.set_num_threads(1)
-        tcp = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0, timeout=timedelta(seconds=1800))
-        store = CountingStore(tcp)
+        store = CountingStore(_open_store(rank, ranks, ports))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=1800))
         training = build_training(SMALL, ranks, rank)
         costs = JobCosts(ranks, per_host, "small", state_bytes=training.nbytes)
@@ -203,6 +205,17 @@ def _run_rank(  # noqa: PLR0917 - the arguments of a process
     finally:
         sys.stdout.flush()
         os._exit(0)
+
+
+def _open_store(rank: int, ranks: int, ports: SimpleQueue[int]) -> dist.TCPStore:
+    """Serve the store on rank 0, and tell its port to all others."""
+    timeout = timedelta(seconds=1800)
+    if rank:
+        return dist.TCPStore("127.0.0.1", ports.get(), ranks, is_master=False, timeout=timeout)
+    store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False, timeout=timeout)
+    for _ in range(ranks - 1):
+        ports.put(store.port)
+    return store
 
 
 def _take_host_id(host: int, folder: Path) -> None:
