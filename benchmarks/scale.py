@@ -207,7 +207,7 @@ def _run_rank(  # noqa: PLR0917 - the arguments of a process
         os._exit(0)
 
 
-def _open_store(rank: int, ranks: int, ports: SimpleQueue[int]) -> dist.TCPStore:
+def _open_store(rank: int, ranks: int, ports: SimpleQueue[int]) -> Any:
     """Serve the store on rank 0, and tell its port to all others."""
     timeout = timedelta(seconds=1800)
     if rank:
