@@ -19,7 +19,9 @@ def check_weights_directory(directory: Path) -> None:
     """Raise ``InvalidArgumentError`` if a path, or URL, is a file, or has no versions and is or has a checkpoint."""
     if store_of(directory).is_file(directory):
         raise InvalidArgumentError(f"{directory} is a file: pass the weights directory")
-    if not list_numbers(directory) and (is_checkpoint(directory) or is_run_directory(directory)):
+    if list_numbers(directory) or not (is_checkpoint(directory) or is_run_directory(directory)):
+        return
+    if not list_numbers(directory):  # else the first version, which is a checkpoint, too, has appeared meanwhile
         raise InvalidArgumentError(
             f"{directory} has checkpoints, and no published weights: pass the weights directory, which has nothing else"
         )

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch
 import rankless
 from rankless.cli.checkpoint_argument import resolve_path
 from rankless.errors import InvalidArgumentError, MismatchError, StateError
+from rankless.weights.directory_check import check_weights_directory
 from tests.helpers.commands import invoke_json
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3, store_at
@@ -181,6 +183,13 @@ def test_the_command_says_that_it_waits_and_then_follows(tmp_path: Path) -> None
             time.sleep(0.05)
         process.terminate()
     assert (tmp_path / "followed/current/model.safetensors").exists()
+
+
+def test_the_first_version_may_appear_while_somebody_looks(tmp_path: Path) -> None:
+    publish(tmp_path / "weights")
+    seen = iter([[], [1]])
+    with mock.patch("rankless.weights.directory_check.list_numbers", lambda _: next(seen)):
+        check_weights_directory(tmp_path / "weights")
 
 
 def test_the_command_does_not_wait_for_a_first_version_that_is_corrupt(tmp_path: Path) -> None:
