@@ -187,8 +187,7 @@ def test_the_command_says_that_it_waits_and_then_follows(tmp_path: Path) -> None
 
 def test_the_first_version_may_appear_while_somebody_looks(tmp_path: Path) -> None:
     publish(tmp_path / "weights")
-    seen = iter([[], [1]])
-    with mock.patch("rankless.weights.directory_check.list_numbers", lambda _: next(seen)):
+    with mock.patch("rankless.weights.directory_check.list_numbers", side_effect=[[], [1]]):
         check_weights_directory(tmp_path / "weights")
 
 
