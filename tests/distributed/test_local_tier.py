@@ -379,6 +379,7 @@ def _save_during_drain(base: str) -> list[str]:
         for tag in ("b", "c"):
             directory.save(tag, {"w": torch.ones(3)}).wait_local()
         assert not slow.done()
+        dist.barrier()  # the other rank must have looked, too
         release.set()
         slow.wait()
     directory.save("d", {"w": torch.ones(3)}).wait()
