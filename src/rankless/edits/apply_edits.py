@@ -1,7 +1,7 @@
 """Opening a checkpoint with an edit: from stored tensors to the reader of the result.
 
-:mod:`rankless.conversion.pipeline` calls it on each rank that opens the source, and loads through the adapter of their
-reader, inside of the vote "reading the metadata". Nothing of a tensor is read here. All ranks get equal formulas.
+:mod:`rankless.conversion.pipeline` calls it on each rank that opens the source, and a load on each rank, inside of the
+vote "reading the metadata". Nothing of a tensor is read here. All ranks get equal formulas.
 """
 
 from __future__ import annotations
@@ -99,7 +99,13 @@ def _open_others(verb: Average, reader: Reader) -> list[Reader]:
     if verb.paths:
         return [open_latest(parse_location(path)) for path in verb.paths]
     infos = list_checkpoints(reader.path.parent) if isinstance(reader, NativeReader) else []
-    names = [info.path for info in infos]
+    run = next((info.run for info in infos if info.path == reader.path), None)
+    # Checkpoints of other runs, and of branches that the training has abandoned, are of another training.
+    names = [
+        info.path
+        for info in infos
+        if info.path == reader.path or (info.run == run and info.is_current and info.status == "complete")
+    ]
     if reader.path not in names:
         raise InvalidArgumentError(f"average: {reader.path} is no checkpoint of a run: pass paths instead of last")
     before = names[: names.index(reader.path)][-(verb.last - 1) :] if verb.last > 1 else []

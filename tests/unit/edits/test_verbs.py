@@ -251,6 +251,20 @@ class TestAverages:
         with pytest.raises(InvalidArgumentError, match="must be the first verb"):
             rankless.edit(run, tmp_path / "out", ["resize-vocab 12", "average 2"])
 
+    def test_checkpoints_that_the_training_has_abandoned_are_left_out(self, tmp_path: Path) -> None:
+        run = tmp_path / "run"
+        for value, tag in ((1.0, None), (50.0, None), (2.0, "step_1")):
+            model = nn.ParameterDict({"w": torch.full((1,), value)})
+            with rankless.Checkpointer(run, model=model, save_every=1) as checkpointer:
+                began = checkpointer.resume(tag)
+                with torch.no_grad():
+                    model["w"].fill_(value)
+                checkpointer.step(began + 1)
+        rankless.edit(run, tmp_path / "out", ["average 2"])
+        loaded = {"w": torch.zeros(1)}
+        rankless.load_checkpoint(tmp_path / "out", model=loaded)
+        assert loaded["w"].item() == 1.5
+
     def test_integers_are_those_of_the_newest(self, tmp_path: Path) -> None:
         for step in (1, 2):
             model = {"w": torch.tensor([float(step)]), "n": torch.tensor(step)}
