@@ -264,6 +264,8 @@ class TestAverages:
         loaded = {"w": torch.zeros(1)}
         rankless.load_checkpoint(tmp_path / "out", model=loaded)
         assert loaded["w"].item() == 1.5
+        with pytest.raises(NoCheckpointError, match="has 2 checkpoints up to step_2, and not 3"):
+            rankless.edit(run, tmp_path / "more", ["average 3"])
 
     def test_integers_are_those_of_the_newest(self, tmp_path: Path) -> None:
         for step in (1, 2):
