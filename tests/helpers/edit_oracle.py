@@ -183,8 +183,8 @@ class Oracle:
         self.weights = {name: tensor.to(dtype) for name, tensor in self.weights.items()}
 
     def freeze(self, pattern: str) -> None:
-        """Without states of some parameters."""
-        frozen = {name for name in self.names() if fnmatchcase(name, pattern)}
+        """Without states of some parameters. A further name of a tied weight means the parameter itself."""
+        frozen = {self.tied.get(name, name) for name in self.names() if fnmatchcase(name, pattern)}
         self.states = {name: states for name, states in self.states.items() if name not in frozen}
         groups = [[name for name in group if name not in frozen] for group in self.groups]
         self.groups = [group for group in groups if group]

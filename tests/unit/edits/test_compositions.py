@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import rankless
 from tests.helpers.edit_oracle import Oracle, save_training
+from tests.helpers.examples import examples
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16, tied"])
@@ -52,7 +53,7 @@ def draw_verb(draw: Any, oracle: Oracle, count: int) -> str:
     return f"freeze {name}"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(360))
 @given(data=st.data())
 def test_compositions(run: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     oracle = Oracle.read(run / "step_3")

@@ -225,6 +225,14 @@ class TestFreezing:
         assert len(scheduler.base_lrs) == 1
         assert state_of(model, optimizer)["embed_tokens.weight/exp_avg"].any()
 
+    def test_a_further_name_of_a_tied_weight_means_the_weight(self, tmp_path: Path) -> None:
+        save_training(tmp_path / "run", tied=True)
+        rankless.edit(tmp_path / "run", tmp_path / "out", ["layers order=0", "freeze lm_head.weight"])
+        frozen = Oracle.read(tmp_path / "out")
+        assert frozen.tied == {"lm_head.weight": "embed_tokens.weight"}
+        assert "embed_tokens.weight" not in frozen.states
+        assert all("embed_tokens.weight" not in group for group in frozen.groups)
+
     def test_what_does_not_fit_is_refused(self, run: Path, tmp_path: Path) -> None:
         for edit, text in (
             ("freeze nothing", "no parameter 'nothing'"),
