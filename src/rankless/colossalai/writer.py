@@ -9,7 +9,7 @@ methods. ColossalAI's scripts look for these names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,12 @@ class ColossalaiTarget:
                 yield from ((f"{folder}/{name}", tree) for name, tree in files.trees.items())
         yield from ((name, components[name]) for name in (SCHEDULER, CONTENT) if name in components)
 
-    def create_files(self) -> None:
+    def create_files(self) -> Collection[int]:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         for path, file in self._files.items():
             file.create_file(path)
             file.write_small_tensors(path)
+        return ()
 
     def locate_tensors(self) -> FileLayout:
         """See :class:`rankless.conversion.target.ConversionTarget`."""

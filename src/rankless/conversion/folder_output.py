@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from rankless.conversion.conversion_output import ConvertedContent, RankShare
 from rankless.conversion.target import ConversionTarget, FileLayout
 from rankless.conversion.work_shares import share_by_cells, share_evenly
@@ -18,11 +20,20 @@ from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragmen
 from rankless.engine.io.requests import Fragments, OnBytesMoved, ProviderOf
 from rankless.engine.io.write import write_file_ranges
 from rankless.engine.plan.file_ranges import FileRange
+from rankless.process.prepared_types import prepared
 from rankless.run.cleanup import clean_up
 from rankless.run.pending_dir import PendingDirectory
 from rankless.run.pending_lock import confirm_lock
 from rankless.storage.direct_io import BufferedWriter
 from rankless.storage.posix import file_size, sync_tree
+
+
+@prepared
+class _CreatedFiles(msgspec.Struct, frozen=True, array_like=True):
+    """The pending directory, and the numbers of the files in it that are complete before anything is written."""
+
+    pending_path: str
+    complete: list[int]
 
 
 class FolderConversionOutput:
@@ -50,18 +61,19 @@ class FolderConversionOutput:
 
         def create_files(_: list[bytes]) -> bytes:
             self._pending.create_new(nbytes)
-            target.create_files()
+            complete = target.create_files()
             if is_spread:
                 # Pages that rank 0 has written must not be written back after other hosts have written next to them.
                 sync_tree(self._pending.path)
-            return str(self._pending.path).encode()
+            return msgspec.msgpack.encode(_CreatedFiles(str(self._pending.path), list(complete)))
 
         def locate_tensors() -> FileLayout:
             if self._session.rank != COORDINATOR_RANK:
-                confirm_lock(Path(pending.decode()))
-            return target.locate_tensors()
+                confirm_lock(Path(created.pending_path))
+            return target.locate_tensors().without(created.complete)
 
-        _, pending = self._session.vote("preparing", lambda: None, lambda _: b"", create_files)
+        _, raw = self._session.vote("preparing", lambda: None, lambda _: b"", create_files)
+        created = msgspec.msgpack.decode(raw, type=_CreatedFiles)
         layout = self._session.run_on_all("reading the layout of the new files", locate_tensors)
         rank, size = self._session.rank, self._session.size
         shares = (

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from msgspec import structs
 
 from rankless.conversion.config_dtype import set_config_dtype
+from rankless.conversion.equal_files import link_equal_files
 from rankless.conversion.target import ConversionSource, FileLayout, FileSpan
-from rankless.engine.io.checkpoint_files import CheckpointFiles
+from rankless.engine.io.checkpoint_files import NOTHING_UNCHANGED, CheckpointFiles
 from rankless.engine.io.requests import Fragments
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import InvalidArgumentError
@@ -38,6 +39,7 @@ from rankless.ondisk.weight_names import find_stems, rename_weights
 from rankless.ondisk.wrapper_prefixes import has_adapters
 from rankless.run.catalog import independent_identity
 from rankless.save.build_manifest import CheckpointLabel, build_manifest
+from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
 
 #: The group whose folder transformers opens.
@@ -59,10 +61,15 @@ class NativeTarget:
     def __init__(self, source: ConversionSource, pending: Path, final: Path) -> None:
         self._source, self._final = source, final
         self._files = CheckpointFiles(pending, _plan_save(source))
+        #: On rank 0, the files that the output shares with its source.
+        self._unchanged = NOTHING_UNCHANGED
 
-    def create_files(self) -> None:
-        """See :class:`rankless.conversion.target.ConversionTarget`."""
-        self._files.create_files()
+    def create_files(self) -> Collection[int]:
+        """See :class:`rankless.conversion.target.ConversionTarget`. Files that an edit does not change are linked."""
+        if not self.output_name and not isinstance(self._final, ObjectPath):
+            self._unchanged = link_equal_files(self._source, self._files)
+        self._files.create_files(existing=self._unchanged.linked)
+        return self._unchanged.linked
 
     def locate_tensors(self) -> FileLayout:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
@@ -88,7 +95,7 @@ class NativeTarget:
         small |= self.adapter_files() | self._hub_layout()
         given = self._adapt_dtype(self._source.small_files.items())
         small |= {f"{self.output_name}/{name}": data for name, data in given}
-        self._files.finalize(fragments, small, self._build_manifest)
+        self._files.finalize(fragments, small, self._build_manifest, self._unchanged)
 
     def _adapt_dtype(self, files: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
         """Yield small files. A configuration names the dtype to which the model is cast."""

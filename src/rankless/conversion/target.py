@@ -6,8 +6,8 @@ ranks must get the same layout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -81,14 +81,19 @@ class FileLayout:
     tensors: Mapping[Key, Sequence[FileSpan]]
     header_bytes: Sequence[int]
 
+    def without(self, complete: Collection[int]) -> FileLayout:
+        """Return the layout without the spans in some files, of which nothing is to be written."""
+        tensors = {key: [span for span in spans if span.file not in complete] for key, spans in self.tensors.items()}
+        return replace(self, tensors=tensors)
+
 
 class ConversionTarget(Protocol):
     """A format that all ranks write into a pending directory, which rank 0 creates, publishes and removes."""
 
-    def create_files(self) -> None:
+    def create_files(self) -> Collection[int]:
         """Create the files at their final sizes, with all but their tensors and headers. Only rank 0 calls it.
 
-        It does so in the vote "preparing".
+        It does so in the vote "preparing". Return the numbers of files that are complete already: links of other files.
         """
 
     def locate_tensors(self) -> FileLayout:

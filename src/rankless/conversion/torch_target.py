@@ -12,7 +12,7 @@ import io
 import pickle
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,10 +106,11 @@ class TorchTarget:
         self._fakes = FakeTensors(source.tensor_infos)
         self._file = PlannedTorchFile(self._fakes.build_tree(source, shape))
 
-    def create_files(self) -> None:
+    def create_files(self) -> Collection[int]:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         self._file.create_file(self._path)
         self._file.write_small_tensors(self._path)
+        return ()
 
     def locate_tensors(self) -> FileLayout:
         """See :class:`rankless.conversion.target.ConversionTarget`."""

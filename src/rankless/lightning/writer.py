@@ -6,6 +6,7 @@ methods. The files are those that Lightning loads.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
@@ -29,10 +30,11 @@ class LightningTarget:
         self._tensors = DcpTarget(source, pending, lightning_tensor_names)
         self._meta = TorchTarget(source, pending, partial(lightning_metadata, step=source.step), META)
 
-    def create_files(self) -> None:
+    def create_files(self) -> Collection[int]:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         self._tensors.create_files()
         self._meta.create_files()
+        return ()
 
     def locate_tensors(self) -> FileLayout:
         """See :class:`rankless.conversion.target.ConversionTarget`."""

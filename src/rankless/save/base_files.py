@@ -92,20 +92,12 @@ class BaseFiles(msgspec.Struct, dict=True):
     def _link_file(self, number: int) -> bool:
         file = self._plan.files[number]
         base_file = self.base.files.get(file.path)
-        if base_file is None or base_file.identity.size != file.size:
+        if base_file is None:
             return False
-        target = self.files.folder / file.path
-        posix.make_parents(self.files.folder, file.path)
-        if not self.sharing.link_file(self.base.path / file.path, target, base_file.identity):
-            return False
-        with suppress(CorruptCheckpointError, FormatError, StorageError):  # of a header that cannot be read: no link
-            crcs = SafetensorsFile.open(target, base_file.record).crcs
-            header = file.build_header(itertools.chain(*(crcs.get(name, []) for name in file.entries)))
-            if f"{block_crcs.crc64(header):016x}" == base_file.record.header_crc64nvme:
-                self.crcs |= {tensor: crcs[name] for tensor, name in self._tensors_of(number)}
-                return True
-        posix.remove_file(target)
-        return False
+        crcs = link_equal_file(self.base.path / file.path, base_file, self.files.folder, file, self.sharing)
+        if crcs is not None:
+            self.crcs |= {tensor: crcs[name] for tensor, name in self._tensors_of(number)}
+        return crcs is not None
 
     def settle(self, matching: Mapping[int, Collection[int]]) -> SettledFiles:
         """See :class:`SharedFiles`. The links of unchanged files stay, the others are replaced by files."""
@@ -184,6 +176,31 @@ class BaseFiles(msgspec.Struct, dict=True):
     def _tensors_of(self, number: int) -> list[tuple[int, str]]:
         """Return the numbers and names of the tensors of a file."""
         return list(zip(self._plan.tensors_by_file[number], self._plan.files[number].entries, strict=True))
+
+
+def link_equal_file(
+    path: Path, stored: BaseFile, folder: Path, file: DataFile, sharing: Sharing
+) -> Mapping[str, list[int]] | None:
+    """Link a file of a checkpoint as a file of a new one in ``folder``, if its header is what the new one has.
+
+    Return the CRCs of the blocks of its tensors, by name. Return ``None``, and leave nothing, if it has another layout,
+    or cannot be linked.
+
+    Incremental saves and edits call it on rank 0, before the other files are created.
+    """
+    if stored.identity.size != file.size:
+        return None
+    target = folder / file.path
+    posix.make_parents(folder, file.path)
+    if not sharing.link_file(path, target, stored.identity):
+        return None
+    with suppress(CorruptCheckpointError, FormatError, StorageError):  # of a header that cannot be read: no link
+        crcs = SafetensorsFile.open(target, stored.record).crcs
+        header = file.build_header(itertools.chain(*(crcs.get(name, []) for name in file.entries)))
+        if f"{block_crcs.crc64(header):016x}" == stored.record.header_crc64nvme:
+            return crcs
+    posix.remove_file(target)
+    return None
 
 
 def _block_in_file(file: DataFile, name: str, block: int) -> ElementRange:

@@ -8,7 +8,7 @@ methods. :mod:`rankless.lightning.writer` and :mod:`rankless.megatron.writer.meg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,11 @@ class DcpTarget:
         flat = FlatState.from_tree(fakes.build_tree(source, shape))
         self._files = DcpFiles(pending, flat, fakes, source.limit)
 
-    def create_files(self) -> None:
+    def create_files(self) -> Collection[int]:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         self._files.create()
         self._files.write_small_tensors()
+        return ()
 
     def locate_tensors(self) -> FileLayout:
         """See :class:`rankless.conversion.target.ConversionTarget`."""

@@ -6,6 +6,7 @@ methods. The files are those that DeepSpeed loads.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from rankless.conversion.fake_tensors import FakeTensors
@@ -45,11 +46,12 @@ class UniversalTarget:
             for name, tree in trees.files().items()
         }
 
-    def create_files(self) -> None:
+    def create_files(self) -> Collection[int]:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         for path, file in self._files.items():
             file.create_file(path)
             file.write_small_tensors(path)
+        return ()
 
     def locate_tensors(self) -> FileLayout:
         """See :class:`rankless.conversion.target.ConversionTarget`."""

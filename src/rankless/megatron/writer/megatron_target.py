@@ -11,7 +11,7 @@ for the ranks of its methods. The names and the values of the small files are Me
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ class MegatronTarget:
         values |= {key: [None] for key in self._source.plan.model.list_extra_states()}
         return FlatState(values | {key: [value] for key, value in objects.items()})
 
-    def create_files(self) -> None:
+    def create_files(self) -> Collection[int]:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         if isinstance(self._source.reader, TransposedReader):
             self._source.reader.verify_transposed()
@@ -82,6 +82,7 @@ class MegatronTarget:
         self._common.write_small_tensors(self._folder / COMMON)
         self._tensors.create()
         self._tensors.write_small_tensors()
+        return ()
 
     def locate_tensors(self) -> FileLayout:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
