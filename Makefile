@@ -5,11 +5,15 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-hosts test core test-all slow left-out test-near near durations interop dist frameworks peers engines sglang optimizers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects bench-published bench-engines gcs objects run-histories published-histories histories crash jobs kill faults fuzz mutate large hosts slurm tier tier-kill clean
+.PHONY: demo demo-picture demo-hosts test core test-all slow left-out test-near near durations interop dist frameworks peers engines sglang optimizers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects bench-published bench-engines gcs objects run-histories published-histories histories crash jobs kill faults fuzz mutate large hosts slurm tier tier-kill clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
+
+## demo-picture: record the demo as docs/demo.svg, the moving picture of the README
+demo-picture: .venv/installed
+	$(BIN)/python examples/record_demo.py
 
 ## demo-hosts: train on four hosts while a rank is killed, a host is destroyed, and a host joins; needs root
 demo-hosts: .venv/installed

@@ -325,6 +325,7 @@ class Checkpointer:
             if restored is None:
                 self._begin_with(init_from, replace(chosen, allow_missing=missing))
                 return 0
+            _log.log(logging.DEBUG if self._directory.rank else logging.INFO, "resumed %s", restored)
             self.restored = restored
             self._last = self._saved = step
             self._has_saved = False

@@ -468,6 +468,8 @@ class LoadOperation:
             not_requested=tuple(targets.components_not_requested()),
             sequence=manifest.sequence if manifest else 0,
             edits=self._edits,
+            saved_ranks=manifest.provenance.world_size if manifest else 0,
+            ranks=self._ranks.size,
             base=self._find_base(),
         )
 

@@ -49,6 +49,8 @@ class RestoreResult:
             ``"stateful/ema"``.
         sequence: The position in the order of all saves into the run directory; 0 for formats other than rankless's.
         edits: The edits by which it came about, oldest first, also the one of this load: see :func:`rankless.edit`.
+        saved_ranks: How many ranks saved the checkpoint; 0 for formats other than rankless's.
+        ranks: How many ranks loaded it.
         base: What a save into its directory needs to continue it; ``None`` for formats other than rankless's.
     """
 
@@ -71,4 +73,29 @@ class RestoreResult:
     not_requested: tuple[str, ...] = ()
     sequence: int = 0
     edits: tuple[EditRecord, ...] = ()
+    saved_ranks: int = 0
+    ranks: int = 1
     base: LoadedBase | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        """Return what was loaded, in a line for a log."""
+        step = "" if self.step is None else f" (step {self.step:g})"
+        saved = f", saved by {_count_ranks(self.saved_ranks)}" if self.saved_ranks else ""
+        tier = ", from the local tier" if self.source == "local tier" else ""
+        checked = ", every byte verified" if self.verified else ""
+        lists = (("exact", self.exact), ("reconstructed", self.reconstructed), ("missing", self.missing))
+        listed = "".join(f"; {title}: {_list_names(names)}" for title, names in lists if names)
+        return f"{self.path}{step}{saved}, loaded on {self.ranks}{tier}{checked}{listed}"
+
+
+#: So many names are listed in a line.
+_MAX_NAMES = 6
+
+
+def _list_names(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
+
+
+def _count_ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"
