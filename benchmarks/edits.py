@@ -6,6 +6,7 @@ output; the script and ``cp`` verify nothing.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,8 @@ from torch import nn
 
 import rankless
 from benchmarks import raw
-from benchmarks.conversion import Convert, measure_against_cp
-from benchmarks.measure import Table
+from benchmarks.conversion import CP, Convert, measure_against_cp
+from benchmarks.measure import Contender, Table, time_interleaved
 from benchmarks.peers import OURS
 from benchmarks.setting import Setting
 
@@ -53,6 +54,8 @@ def measure_edits(setting: Setting) -> Iterator[Table]:
     """Measure each edit of a checkpoint, with and without reading the output back."""
     for folder, nbytes in ((setting.folder / "large", setting.nbytes), (setting.folder / "small", 10**6)):
         _save_source(folder / "run", nbytes)
+    for limit in ("256MB", "1GB"):
+        yield _measure_sharing(setting, limit)
     for name, texts in _EDITS.items():
         ours = partial(_edit, texts)
         converts: dict[str, Convert] = {OURS: ours, f"{OURS}, verify=False": partial(ours, verify=False)}
@@ -61,9 +64,44 @@ def measure_edits(setting: Setting) -> Iterator[Table]:
         yield from measure_against_cp(setting, f"edit, {name}", "run/step_2", converts)
 
 
-def _edit(texts: list[str], source: Path, made: Path, *, verify: bool = True) -> None:
+def _measure_sharing(setting: Setting, limit: str) -> Table:
+    """Measure an edit that changes the embedding and the head, beside ``cp`` of the files that it changes."""
+    source, made, changed = (setting.folder / name for name in (f"large/{limit}", "made", "changed"))
+    _save_source(source, setting.nbytes, limit)
+    edit = partial(_edit, _EDITS["resize-vocab"], source / "step_2", made, max_shard_size=limit)
+    raw.remove_path(made)
+    edit()
+    raw.remove_path(changed)
+    changed.mkdir()
+    for number, file in enumerate(sorted(made.rglob("*.safetensors"))):
+        if file.stat().st_nlink == 1:
+            shutil.copyfile(file, changed / str(number))
+    raw.sync_tree(changed)
+    share = _count_bytes(changed) / _count_bytes(made)
+
+    def prepare(path: Path) -> None:
+        raw.remove_path(made)
+        raw.evict_from_cache(path)
+
+    contenders = {
+        OURS: Contender(edit, partial(prepare, source / "step_2")),
+        f"{OURS}, verify=False": Contender(partial(edit, verify=False), partial(prepare, source / "step_2")),
+        CP: Contender(partial(raw.copy_durably, changed, made), partial(prepare, changed)),
+    }
+    title = f"edit of the embedding, {setting.gigabytes} in files of {limit}, {share:.0%} changes, cold"
+    table = time_interleaved(contenders, setting.rounds).build_table(title, (CP,))
+    raw.remove_path(source)
+    return table
+
+
+def _count_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _edit(texts: list[str], source: Path, made: Path, *, verify: bool = True, max_shard_size: str = "1GB") -> None:
     rows = _count_rows(source) + _NEW_ROWS
-    rankless.edit(source, made, [text.format(rows=rows) for text in texts], verify=verify)
+    edits = [text.format(rows=rows) for text in texts]
+    rankless.edit(source, made, edits, verify=verify, max_shard_size=max_shard_size)
 
 
 def _count_rows(source: Path) -> int:
@@ -86,7 +124,7 @@ def _resize_in_memory(source: Path, made: Path) -> None:
     raw.sync_tree(made)
 
 
-def _save_source(run: Path, nbytes: int) -> None:
+def _save_source(run: Path, nbytes: int, limit: str = "1GB") -> None:
     """Save two checkpoints of a training with AdamW: a third of the bytes are weights."""
     model = _Lm(nbytes // 3)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -97,4 +135,5 @@ def _save_source(run: Path, nbytes: int) -> None:
             "exp_avg_sq": torch.rand_like(parameter),
         }
     for step in (1, 2):
-        rankless.save_checkpoint(run, f"step_{step}", model, optimizer, step=step, incremental=False)
+        options = rankless.SaveOptions(incremental=False, max_shard_size=limit)
+        rankless.save_checkpoint(run, f"step_{step}", model, optimizer, step=step, options=options)

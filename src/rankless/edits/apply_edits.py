@@ -17,6 +17,7 @@ from rankless.edits.average import Average
 from rankless.edits.catalog import Catalog
 from rankless.edits.companions import check_tokenizer, read_config
 from rankless.edits.formulas import StoredFormula
+from rankless.edits.numbered_states import IN_PLACE, apply_to_named
 from rankless.edits.recipe import Verb, encode_recipe
 from rankless.edits.value_changes import ValueChange
 from rankless.errors import InvalidArgumentError, NoCheckpointError
@@ -52,7 +53,7 @@ def edit_reader(reader: Reader, verbs: Sequence[Verb]) -> tuple[EditedReader, Ed
                 catalog, [(str(other.path), _list_tensors(n, other)) for n, other in enumerate(others, start=1)]
             )
         else:
-            catalog = verb.apply(catalog)
+            catalog = apply_to_named(verb.apply, catalog, is_in_place=isinstance(verb, IN_PLACE))
     if catalog.rows is not None:
         check_tokenizer(reader, catalog.rows)
     _check_names(catalog)

@@ -13,7 +13,7 @@ from torch import nn
 
 import rankless
 from rankless.errors import FormatError, InvalidArgumentError
-from tests.helpers.edit_oracle import Lm, make_optimizer, train_steps
+from tests.helpers.edit_oracle import Lm, Oracle, make_optimizer, train_steps
 
 
 class TestOneOptimizerOfSeveralModels:
@@ -243,3 +243,43 @@ def test_recipes_that_no_parser_takes_are_refused(tmp_path: Path, text: str) -> 
     (tmp_path / "r.toml").write_text(text)
     with pytest.raises(InvalidArgumentError, match="is no recipe"):
         rankless.edit(tmp_path / "run", tmp_path / "out", tmp_path / "r.toml")
+
+
+class TestNumberedStates:
+    """Optimizers of ``torch.save`` have numbers: what belongs to which parameter is not in the checkpoint."""
+
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        torch.manual_seed(1)
+        model = Lm()
+        optimizer = make_optimizer(model)
+        train_steps(model, optimizer, [1])
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+        return tmp_path / "a.pt"
+
+    @pytest.mark.parametrize("edit", ["layers keep=0", "resize-vocab 12", "upcycle 2 router=zeros"])
+    def test_do_not_follow_parameters_that_move(self, file: Path, tmp_path: Path, edit: str) -> None:
+        with pytest.raises(FormatError, match=r"has only the number.* model_only"):
+            rankless.edit(file, tmp_path / "out", [edit])
+        assert not (tmp_path / "out").exists()
+        rankless.edit(file, tmp_path / "out", [edit], model_only=True)
+        model = Lm(12) if "resize" in edit else Lm(layers=1)
+        if "upcycle" not in edit:
+            rankless.load_checkpoint(file, model=model, edit=[edit])
+            with pytest.raises(FormatError, match="has only the number"):
+                rankless.load_checkpoint(file, model=model, optimizer=make_optimizer(model), edit=[edit])
+
+    @pytest.mark.parametrize("edit", [r"rename ^layers\.=blocks.", "cast bfloat16"])
+    def test_stay_if_parameters_keep_their_places(self, file: Path, tmp_path: Path, edit: str) -> None:
+        rankless.edit(file, tmp_path / "out", [edit])
+        rankless.convert(file, tmp_path / "same", to="native")
+        assert Oracle.read(tmp_path / "out").groups == Oracle.read(tmp_path / "same").groups
+        assert Oracle.read(tmp_path / "out").states.keys() == Oracle.read(tmp_path / "same").states.keys()
+
+    def test_are_averaged(self, file: Path, tmp_path: Path) -> None:
+        rankless.edit(file, tmp_path / "out", [f"average paths={file} ", "cast float32"])
+        states, before = (Oracle.read(path).states for path in (tmp_path / "out", self.converted(file, tmp_path)))
+        assert all(torch.equal(states[name]["exp_avg"], before[name]["exp_avg"]) for name in before)
+
+    def converted(self, file: Path, tmp_path: Path) -> Path:
+        return rankless.convert(file, tmp_path / "same", to="native")
