@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--more", type=int, default=40, help="how many further families (default: 40)")
     parser.add_argument("--family", action="append", help="only this one; may be given several times")
     parser.add_argument("--layout", action="append", choices=[PLAIN, FSDP2], help="(default: both)")
-    parser.add_argument("--write", action="store_true", help="write the table in docs/compatibility.md")
+    parser.add_argument("--write", action="store_true", help="write the table in docs/optimizers-and-families.md")
     options = parser.parse_args()
     verdicts = []
     for verdict in _judge_all(options, options.layout or [PLAIN, FSDP2]):

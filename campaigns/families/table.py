@@ -1,4 +1,4 @@
-"""The table of model families in ``docs/compatibility.md``, between two comments."""
+"""The table of model families in ``docs/optimizers-and-families.md``, between two comments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import transformers
 
 from campaigns.families.verdicts import Outcome, Verdict
 
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+PAGE = Path(__file__).parents[2] / "docs" / "optimizers-and-families.md"
 
 _START, _STOP = "<!-- families: written by python -m campaigns.families --write -->", "<!-- end of families -->"
 

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", action="append", choices=LAYOUTS, help="(default: all)")
     parser.add_argument("--name", action="append", help="an optimizer, as the table has it (default: all)")
     parser.add_argument(
-        "--write", action="store_true", help="write the table in docs/compatibility.md; not with --name"
+        "--write", action="store_true", help="write the table in docs/optimizers-and-families.md; not with --name"
     )
 
 

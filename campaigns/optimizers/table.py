@@ -1,4 +1,4 @@
-"""The results of the campaign: a file, and the section of ``docs/compatibility.md`` that is made of it."""
+"""The results of the campaign: a file, and the section of ``docs/optimizers-and-families.md`` that is made of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from campaigns.common.case_runner import format_table
 from campaigns.optimizers.verdict import EXACT, FAILS_BY_ITSELF, KINDS, Verdict
 
 RESULTS = Path(__file__).parent / "results.json"
-PAGE = Path(__file__).parents[2] / "docs/compatibility.md"
+PAGE = Path(__file__).parents[2] / "docs/optimizers-and-families.md"
 
 _BEGIN = "<!-- written by python -m campaigns.optimizers packages --write -->\n"
 _END = "<!-- end of what it writes -->\n"

@@ -1,9 +1,10 @@
-"""``python -m campaigns.run_histories``: random histories of a run: the proof of "One history" in the failure model.
+"""``python -m campaigns.run_histories``: random histories of a run.
 
-Jobs with and without a tier, on several hosts, start, save, go back, are killed at any call, stopped and woken; others
-read, pin, copy, move, merge, remove and prune. After each event the oracle compares what is there, and what a job has
-loaded, with what the content of each checkpoint says. It prints the figures of each kind of place, and each violation
-with the history that led to it and the options that make it again. It exits with 1 on any violation.
+They prove "Jobs side by side" of ``docs/failure-model.md``. Jobs with and without a tier, on several hosts, start,
+save, go back, are killed at any call, stopped and woken; others read, pin, copy, move, merge, remove and prune. After
+each event the oracle compares what is there, and what a job has loaded, with what the content of each checkpoint says.
+It prints the figures of each kind of place, and each violation with the history that led to it and the options that
+make it again. It exits with 1 on any violation.
 
 Each batch draws more often the pairs of events that were rare in the batches before it. 5,000 histories take three
 hours of two cores. With ``--record FILE`` the same command goes on after an interruption.

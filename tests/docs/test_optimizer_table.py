@@ -1,4 +1,4 @@
-"""The table of optimizers in ``docs/compatibility.md`` is what the results of the campaign give, and none is silent."""
+"""The table of optimizers in ``docs/optimizers-and-families.md`` is what the campaign gave, and none is silent."""
 
 from campaigns.optimizers.table import PAGE, read_results, replace_section
 from campaigns.optimizers.verdict import SILENT, WRONG

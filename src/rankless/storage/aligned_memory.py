@@ -47,7 +47,7 @@ def memory_at(address: int, size: int) -> memoryview:
 def aligned_buffer(size: int) -> Bytes:
     """Return ``size`` bytes of zeroed memory that start on a page; in large pages, if the system has them.
 
-    Direct I/O submits each page separately, and took a third less time with large ones (docs/performance.md).
+    Direct I/O submits each page separately, and took a third less time with large ones (docs/design/decisions.md).
     A process that is forked later, such as a worker of a data loader, sees zeros. Raises ``MemoryError``.
     """
     if size < _LARGE_PAGE:

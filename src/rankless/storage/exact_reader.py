@@ -65,7 +65,7 @@ class ExactReader(BufferedReader):
     """A reader that reads nothing ahead of large ranges.
 
     Ranges on a disk go past the page cache if they are not in it, through buffers of large pages. That is faster than
-    through the cache (docs/performance.md) and evicts nothing from it.
+    through the cache (docs/design/decisions.md) and evicts nothing from it.
     """
 
     def __init__(self, path: Path, buffers: BufferPool, read_bytes: int) -> None:
