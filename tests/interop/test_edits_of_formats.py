@@ -6,6 +6,8 @@ format is the conversion of the edit in rankless's format.
 
 from __future__ import annotations
 
+import json
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -31,6 +33,18 @@ EDITS = ["rename ^=net.", "cast bfloat16", "layers keep=0", "freeze *"]
 
 #: The formats that edits are written in, and the edits.
 TARGETS = ["hf", "safetensors", "torch", "lightning", "lightning-folder", "dcp", "megatron", "deepspeed-universal"]
+
+#: The configuration of the model of the Trainer.
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 28,
+    "vocab_size": 61,
+}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +87,9 @@ def test_an_edit_of_another_format(folder: Path, tmp_path: Path, archive: str, n
 
 @pytest.mark.parametrize("to", TARGETS)
 def test_an_edit_into_another_format(folder: Path, tmp_path: Path, to: str) -> None:
-    source = folder / "accelerate/checkpoints.tar.xz/trainer_fsdp2_w2/ckpt/checkpoint-2"
+    source = tmp_path / "source"
+    shutil.copytree(folder / "accelerate/checkpoints.tar.xz/trainer_fsdp2_w2/ckpt", source)
+    (source / "config.json").write_text(json.dumps(CONFIG))  # the writer for Megatron-LM needs the numbers of heads
     edits = ["layers order=1,0,1", "resize-vocab 68 rows=zeros"]
     native = rankless.edit(source, tmp_path / "native", edits)
     made = rankless.edit(source, tmp_path / "made.ckpt", edits, to=to)
