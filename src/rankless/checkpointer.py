@@ -620,6 +620,7 @@ def _step_of(restored: RestoreResult) -> int:
     if step is None or step != int(step):
         raise StateError(
             f"the checkpoint {restored.tag!r} has {'no step' if step is None else f'the step {step}'}, so it is not "
-            "known where to resume: save with step=, or load it with restore()"
+            "known where to resume. To begin a new run with its weights, call resume(init_from=...) with another run "
+            "directory; to go on from it, load it with restore(), or convert it with a step (rankless convert --step)"
         )
     return int(step)

@@ -37,7 +37,11 @@ def test_lost_replies(place: Place, stage: str) -> None:
         place.save(f"tag_{number}", 2.0)
         assert place.load(f"tag_{number}") == 2.0
     bucket(place).on_request = lambda *_: None
-    assert not bucket(place).uploads
+    # If the reply to the creation of an upload is lost, its id is not known, and at a name that others may use, too, it
+    # cannot be told from theirs. It has no bytes, and a later save there aborts it when it is a day old.
+    left = bucket(place).uploads.values()
+    assert not any(upload.parts for upload in left)
+    assert isinstance(place, Conversion) or not left
 
 
 def count_requests(place: Place) -> int:

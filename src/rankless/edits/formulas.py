@@ -26,7 +26,7 @@ from rankless.ondisk.dtypes import FLOATING, dtype_width
 from rankless.storage.aligned_memory import Bytes
 
 #: How many bytes of a stored tensor are read at a time for a sum over all of its rows.
-_PASS_BYTES = 4 * 2**20
+_PASS_BYTES = 2**20
 
 #: How many elements are computed at a time in float64.
 _PIECE = 2**18
@@ -136,9 +136,11 @@ class Repeated(msgspec.Struct, frozen=True, dict=True):
         size = row_bytes(self.info)
         row = np.empty(size, np.uint8)
         self.row.fill(0, row, read)
-        phase = start % size
-        copies = np.tile(row, -(-(phase + len(into)) // size))
-        into[:] = copies[phase : phase + len(into)]
+        head = min(-start % size, len(into))  # the rest of a row that began before
+        into[:head] = row[size - head :][:head] if head < len(into) else row[start % size :][:head]
+        whole = (len(into) - head) // size * size
+        into[head : head + whole].reshape(-1, size)[:] = row
+        into[head + whole :] = row[: len(into) - head - whole]
 
 
 class MeanRow(msgspec.Struct, frozen=True, dict=True):

@@ -105,7 +105,7 @@ def encode_value(tree: Mapping[str, Any], codec: ArrayCodec, prefix: str = "") -
         more = f"\n  and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
         raise UnsupportedValueError(
             f"{len(problems)} value(s) cannot be stored in a checkpoint:\n{shown}{more}\n"
-            "Store plain values, tensors or arrays instead."
+            "Store plain values, tensors or arrays instead, such as dataclasses.asdict(value) or vars(value)."
         )
     return encoded
 

@@ -122,7 +122,10 @@ class SaveRequest(msgspec.Struct, frozen=True):
                 raise TagExistsError(
                     f"{final} exists already, and is no checkpoint: choose another tag, or move it away"
                 )
-            raise TagExistsError(f"{final} exists already; choose another tag, or pass overwrite=True")
+            raise TagExistsError(
+                f"{final} exists already; choose another tag, or pass overwrite=True. If this job has not saved it, "
+                "another one uses the same run directory"
+            )
         if not store_of(final).is_remote:
             checkpoint_of(self.tag).check(final)
         elif is_native(final):

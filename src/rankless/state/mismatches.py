@@ -127,7 +127,9 @@ class MismatchReport(msgspec.Struct):
         lines += [f"only in the checkpoint: {name}" for name in unexpected]
         if lines:
             arguments = _suggest_arguments(refused, unexpected)
-            advice = "" if self.different or not policy.strict else f"\nPass {arguments}."
+            advice = f"\nPass {arguments}." if policy.strict else ""
+            if self.different:
+                advice = "\nIf this is another model, pass another path. To change a checkpoint, see rankless.edit."
             raise MismatchError(
                 f"{source} does not match what it is loaded into; nothing was changed:\n{format_lines(lines)}{advice}"
             )

@@ -29,11 +29,16 @@ def check_stateful(stateful: object) -> Mapping[str, Any]:
     }
 
 
+#: What to pass instead, for subjects for which rankless has something.
+_ADVICE = {"the data loader": ": pass a rankless.ResumableLoader, or a StatefulDataLoader of torchdata"}
+
+
 def check_stateful_object(candidate: Any, subject: str) -> Any:
     """Return an object that has a state. Raises ``InvalidArgumentError``, which names ``subject``, if it has none."""
     if not hasattr(candidate, "state_dict") or not hasattr(candidate, "load_state_dict"):
         raise InvalidArgumentError(
             f"{subject} must have state_dict() and load_state_dict(); {type(candidate).__qualname__} lacks them"
+            f"{_ADVICE.get(subject, '')}"
         )
     return candidate
 

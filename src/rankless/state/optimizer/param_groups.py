@@ -190,9 +190,14 @@ def pair_merged_states(
 def _check_class(group: ParamGroup, saved: EncodedGroups) -> None:
     class_name, saved_classes = group.adapter.class_name, [saved_group["class"] for saved_group in saved]
     if saved and class_name is not None and None not in saved_classes and class_name not in saved_classes:
-        raise OptimizerMismatchError(
-            f"the checkpoint holds the state of {saved_classes[0]}, the optimizer is {class_name}"
-        )
+        raise _class_error(saved_classes[0], class_name)
+
+
+def _class_error(saved: str, present: str) -> OptimizerMismatchError:
+    return OptimizerMismatchError(
+        f"the checkpoint holds the state of {saved}, the optimizer is {present}: create {saved}, or leave out the "
+        "optimizer to load the rest"
+    )
 
 
 def _find_saved_groups(
@@ -207,9 +212,7 @@ def _find_saved_groups(
     class_name = group.adapter.class_name
     for saved_group in saved_groups:
         if None not in {class_name, saved_group["class"]} and class_name != saved_group["class"]:
-            raise OptimizerMismatchError(
-                f"the checkpoint holds the state of {saved_group['class']}, the optimizer is {class_name}"
-            )
+            raise _class_error(saved_group["class"], class_name)
     return saved_groups
 
 

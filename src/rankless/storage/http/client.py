@@ -57,7 +57,7 @@ class RefusedRequestError(StorageError):
         self.status, self.code, self.is_repeated = status, code, is_repeated
 
 
-class _NoAnswerError(RefusedRequestError):
+class NoAnswerError(RefusedRequestError):
     """There was no answer of the service. It is unknown whether the request had its effect."""
 
 
@@ -132,7 +132,8 @@ class ObjectClient:
             self._throttle.wait()
             try:
                 response = self._send_once(request)
-            except _NoAnswerError:
+            except NoAnswerError as error:
+                self._throttle.report_silence(attempts, str(error))
                 if attempts.wait():
                     continue
                 raise
@@ -153,7 +154,7 @@ class ObjectClient:
                 raise _refusal(request, response, code, is_repeated=attempts.may_have_had_effect)
 
     def _send_once(self, request: ObjectRequest) -> HttpResponse:
-        """Return the answer to a request. Raises ``_NoAnswerError`` if there is none, or if it is not the service's."""
+        """Return the answer to a request. Raises ``NoAnswerError`` if there is none, or if it is not the service's."""
         address = self._service.address_of(request.path)
         try:
             response = self._pool.send(address, self._service.sign_request(request))
@@ -166,10 +167,12 @@ class ObjectClient:
         except (OSError, http.client.HTTPException) as error:
             number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
             where = f"could not {request.action} {request.path} at {address.host_header}"
-            raise _NoAnswerError(number, f"{where}: {error or type(error).__name__}") from error
+            advice = "check the network, and the endpoint of the store"
+            reason = (isinstance(error, OSError) and error.strerror) or error or type(error).__name__
+            raise NoAnswerError(number, f"{where}: {reason}; {advice}") from error
         known = self._service.header_of_all_answers
         if known is not None and known not in response.headers and response.status not in _TRANSIENT_STATUSES:
-            raise _NoAnswerError(errno.EIO, _describe_unexpected(request.action, request.path))
+            raise NoAnswerError(errno.EIO, _describe_unexpected(request.action, request.path))
         return response
 
 

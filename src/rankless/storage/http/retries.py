@@ -6,6 +6,7 @@ for each request.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 
@@ -16,15 +17,31 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.1, 20.0
 _MAX_ADAPTATIONS = 3
 
 
+#: A request without an answer for more seconds is worth a line in the log, and the seconds until the next line.
+_SILENCE, _BETWEEN_REPORTS = 5.0, 30.0
+
+_log = logging.getLogger("rankless")
+
+
 class Throttle:
-    """Makes all threads of a client wait after its server has said that it is busy."""
+    """Makes all threads of a client wait after its server has said that it is busy, and reports a silent server."""
 
     def __init__(self) -> None:
         self._until = 0.0
+        self._reported = -_BETWEEN_REPORTS
 
     def slow_down(self, seconds: float) -> None:
         """Let no request begin for some seconds."""
         self._until = max(self._until, time.monotonic() + seconds)
+
+    def report_silence(self, attempts: Attempts, error: str) -> None:
+        """Log the error of a request that has had no answer for some seconds; of all requests one in a while."""
+        now = time.monotonic()
+        if attempts.seconds > _SILENCE and now - self._reported > _BETWEEN_REPORTS:
+            self._reported = now
+            _log.warning(
+                "no answer for %.0f s, tried again for %.0f s more: %s", attempts.seconds, attempts.seconds_left, error
+            )
 
     def wait(self) -> None:
         """Wait until requests may begin. The threads do not all continue at the same time."""
@@ -36,8 +53,19 @@ class Attempts:
     """The attempts of one request, which may go on for some seconds."""
 
     def __init__(self, seconds: float) -> None:
-        self._deadline, self._count = time.monotonic() + seconds, 0
+        self._began, self._count = time.monotonic(), 0
+        self._deadline = self._began + seconds
         self._adaptations = 0
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since the first attempt."""
+        return time.monotonic() - self._began
+
+    @property
+    def seconds_left(self) -> float:
+        """The seconds for which further attempts may begin."""
+        return max(0.0, self._deadline - time.monotonic())
 
     @property
     def may_have_had_effect(self) -> bool:
