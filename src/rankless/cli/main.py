@@ -1,6 +1,6 @@
 """The command ``rankless``, and the only place that turns errors into messages and exit codes.
 
-The exit codes are in the help and in docs/guides/command-line.md.
+The exit codes are in the help and in docs/cli.md.
 
 :mod:`rankless.cli.entry` calls it; the commands of :mod:`rankless.nxd` and :mod:`rankless.lightning` run it, too.
 Scripts depend on the exit codes: they must stay.

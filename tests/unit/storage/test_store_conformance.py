@@ -168,7 +168,7 @@ class TestObjects:
 
     def test_of_many_writers_one_creates_an_object(self, prefix: ObjectPath) -> None:
         if IS_RACY and prefix.bucket != BUCKET:
-            pytest.skip("this server lets several writers create one object: see docs/guides/object-stores.md")
+            pytest.skip("this server lets several writers create one object: see docs/object-stores.md")
         created: list[bytes] = []
 
         def create(number: int) -> None:
