@@ -8,7 +8,7 @@ must call the methods in the order of :class:`ConversionOutput`: some of them ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -24,6 +24,10 @@ class RankShare(NamedTuple):
 
     layout: FileLayout
     file_ranges: Sequence[FileRange]
+
+
+#: Compares the bytes that this rank has written with what it wrote.
+ReadBack = Callable[[], None]
 
 
 class ConvertedContent(Protocol):
@@ -55,8 +59,8 @@ class ConversionOutput(Protocol):
         All ranks call it: it holds the vote "preparing".
         """
 
-    def write(self, content: ConvertedContent, on_moved: OnBytesMoved) -> None:
-        """Write all bytes. Afterwards they can be read back.
+    def write(self, content: ConvertedContent, on_moved: OnBytesMoved, read_back: ReadBack | None) -> None:
+        """Write all bytes. Call ``read_back``, if it is passed, when the bytes of this rank can be read.
 
         All ranks call it: it holds the vote or the votes on the writing.
         """

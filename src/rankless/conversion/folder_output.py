@@ -6,12 +6,13 @@ last step, after all bytes were written, and read back if that is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from rankless.conversion.conversion_output import ConvertedContent, RankShare
+from rankless.conversion.conversion_output import ConvertedContent, RankShare, ReadBack
 from rankless.conversion.target import ConversionTarget, FileLayout
 from rankless.conversion.work_shares import share_by_cells, share_evenly
 from rankless.engine.comm.session import Session
@@ -21,11 +22,12 @@ from rankless.engine.io.requests import Fragments, OnBytesMoved, ProviderOf
 from rankless.engine.io.write import write_file_ranges
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.process.prepared_types import prepared
+from rankless.process.worker_threads import run_in_threads
 from rankless.run.cleanup import clean_up
 from rankless.run.pending_dir import PendingDirectory
 from rankless.run.pending_lock import confirm_lock
 from rankless.storage.direct_io import BufferedWriter
-from rankless.storage.posix import file_size, sync_tree
+from rankless.storage.posix import file_size, fsync_path, sync_tree
 
 
 @prepared
@@ -84,20 +86,22 @@ class FolderConversionOutput:
         self._share = RankShare(layout, shares)
         return self._share
 
-    def write(self, content: ConvertedContent, on_moved: OnBytesMoved) -> None:
+    def write(self, content: ConvertedContent, on_moved: OnBytesMoved, read_back: ReadBack | None) -> None:
         """See :class:`ConversionOutput`."""
+        # What is read back is written through the page cache, and read from there while the disk gets it.
+        open_writer, syncs = (None, True) if read_back is None else (BufferedWriter, False)
 
         def write_share() -> HashedResult:
             written: Fragments = {}
 
             def move(file_ranges: Sequence[FileRange], bytes_of: ProviderOf) -> Fragments:
-                # Through the page cache, because the files are soon read back.
-                written.update(
-                    write_file_ranges(self._share.layout.files, file_ranges, bytes_of, on_moved, BufferedWriter)
-                )
+                files = self._share.layout.files
+                written.update(write_file_ranges(files, file_ranges, bytes_of, on_moved, open_writer, sync=syncs))
                 return written
 
             report = content.move_share(move)
+            if read_back is not None:
+                self._sync_beside(read_back)
             return HashedResult(written, report)
 
         def finish(fragments: Fragments, reports: list[bytes]) -> bytes:
@@ -105,6 +109,12 @@ class FolderConversionOutput:
             return b""
 
         vote_with_fragments(self._session, "converting", write_share, finish)
+
+    def _sync_beside(self, read_back: ReadBack) -> None:
+        """Make the files that this rank has written durable, and read its bytes back meanwhile."""
+        files = [self._share.layout.files[file] for file in {share.file for share in self._share.file_ranges}]
+        jobs: list[Callable[[], None]] = [read_back, *(partial(fsync_path, file) for file in files)]
+        run_in_threads(lambda job: job(), jobs)
 
     def check_valid(self, target: ConversionTarget) -> None:
         """See :class:`ConversionOutput`."""

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from rankless.conversion.conversion_output import ConvertedContent, RankShare
+from rankless.conversion.conversion_output import ConvertedContent, RankShare, ReadBack
 from rankless.conversion.target import ConversionTarget, FileLayout, FileSpan
 from rankless.conversion.tensor_filter import Key
 from rankless.conversion.work_shares import share_by_cells
@@ -112,7 +112,7 @@ class ObjectConversionOutput:
     def _output(self) -> Path:
         return self._local.path / self._entry
 
-    def write(self, content: ConvertedContent, on_moved: OnBytesMoved) -> None:
+    def write(self, content: ConvertedContent, on_moved: OnBytesMoved, read_back: ReadBack | None) -> None:
         """See :class:`ConversionOutput`."""
         upload = self._require_upload()
 
@@ -130,6 +130,8 @@ class ObjectConversionOutput:
 
         upload.send_parts(content.move_share, build_headers, on_moved)
         upload.finish(complete)
+        if read_back is not None:
+            self._ranks.session.run_on_all("reading back", read_back)
 
     def _require_upload(self) -> SharedUpload:
         if self._upload is None:

@@ -1,9 +1,9 @@
 """The steps of a conversion, shared by all ranks: read, cast and write one buffer at a time; verify; rename once.
 
 :func:`rankless.convert` and :func:`rankless.export_model` run it on every rank, in the thread of the caller. The votes
-are "reading the metadata", "reading the source's checksums", "planning the output", those of the output, and "reading
-back" before the last. The source is verified before headers are written, and nothing is published before it was read
-back.
+are "reading the metadata", "reading the source's checksums", "planning the output", those of the output, and "opening
+the output" before the last. The source is verified before headers are written, and nothing is published before it was
+read back.
 """
 
 from __future__ import annotations
@@ -242,20 +242,15 @@ class Conversion:
             share = self._output.create(target, source.nbytes, host_of)
             on_moved = self._progress_callback(share.file_ranges, times=2 if verify else 1)
             converted = _ConvertedTensors(source, target, share, checksums)
-            self._output.write(converted, on_moved)
+            read_back = partial(_verify_written, share, converted, on_moved) if verify else None
+            self._output.write(converted, on_moved, read_back)
             if verify:
-                self._session.run_on_all("reading back", lambda: self._read_back(target, share, converted, on_moved))
+                self._session.run_on_all("opening the output", lambda: self._output.check_valid(target))
             self._output.publish()
         except BaseException:
             self._output.discard()
             raise
         return self._request.final
-
-    def _read_back(
-        self, target: ConversionTarget, share: RankShare, converted: _ConvertedTensors, on_moved: OnBytesMoved
-    ) -> None:
-        self._output.check_valid(target)
-        _verify_written(share, converted.written, on_moved)
 
     def _progress_callback(self, file_ranges: Sequence[FileRange], times: int) -> OnBytesMoved:
         """Return a function that counts the bytes this rank moves, each ``times`` times, and reports progress."""
@@ -341,12 +336,12 @@ def _find_checksums(source: ConversionSource) -> Sequence[RangeChecksum]:
         return find_source_checksums(source.reader, source.selected.sources.values())
 
 
-def _verify_written(share: RankShare, written: Fragments, on_moved: OnBytesMoved) -> None:
+def _verify_written(share: RankShare, converted: _ConvertedTensors, on_moved: OnBytesMoved) -> None:
     """Raise ``CorruptCheckpointError`` if the files do not contain the bytes that this rank wrote."""
     layout = share.layout
     read = read_file_ranges(layout.files, share.file_ranges, lambda _: NullSink(), on_moved)
     keys = list(layout.tensors)
-    for number, fragments in written.items():
+    for number, fragments in converted.written.items():
         if read.get(number) != fragments:
             group, name = keys[number]
             files = ", ".join(sorted({str(layout.files[span.file]) for span in layout.tensors[keys[number]]}))

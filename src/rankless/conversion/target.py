@@ -113,7 +113,7 @@ class ConversionTarget(Protocol):
     def open_reader(self) -> Reader:
         """Open the finished output. Raises ``CorruptCheckpointError`` if it is not valid.
 
-        In a folder, each rank calls it in the vote "reading back"; in an object store, rank 0.
+        In a folder, each rank calls it in the vote "opening the output"; in an object store, rank 0.
         """
 
     @property
