@@ -273,8 +273,8 @@ def test_what_was_written_is_read_back(saved: Path, tmp_path: Path, monkeypatch:
 
     write = folder_output.write_file_ranges
 
-    def lossy(files: Any, *rest: Any) -> Any:
-        actual = write(files, *rest)
+    def lossy(files: Any, *rest: Any, **options: Any) -> Any:
+        actual = write(files, *rest, **options)
         with Path(files[0]).open("r+b") as file:
             file.seek(-5, 2)
             byte = file.read(1)
