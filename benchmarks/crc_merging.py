@@ -14,14 +14,14 @@ import numpy as np
 import torch.distributed as dist
 
 from benchmarks.measure import measure_seconds
-from rankless.engine.integrity.fragments import (
+from rankless.engine.io.fragments import (
     FRAGMENT_BYTES,
     FragmentTable,
     decode_fragments,
     encode_fragments,
     merge_adjacent_fragments,
 )
-from rankless.engine.io.requests import Fragments
+from rankless.engine.io.requests import Fragments, KnownFragments
 from rankless.ondisk import block_crcs
 from rankless.ondisk.block_crcs import Fragment
 
@@ -76,7 +76,7 @@ def _decode_reports(reports: Sequence[bytes]) -> Fragments:
     return result
 
 
-def _assemble_crcs(fragments_by_tensor: Fragments) -> None:
+def _assemble_crcs(fragments_by_tensor: KnownFragments) -> None:
     for fragments in fragments_by_tensor.values():
         if None in block_crcs.assemble_crcs(fragments, RANKS * NBYTES):
             raise ValueError("what was told does not tile the tensor")

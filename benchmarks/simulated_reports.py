@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from benchmarks.simulated_training import Training
 from rankless.engine.comm.spec_directory import SpecDigests, SpecDirectory, digest_specs
-from rankless.engine.integrity.column_tables import compress_rows, decompress_rows
-from rankless.engine.integrity.fragments import (
+from rankless.engine.io.column_tables import compress_rows, decompress_rows
+from rankless.engine.io.fragments import (
     FRAGMENT_BYTES,
     FragmentTable,
     encode_fragments,

@@ -43,9 +43,8 @@ class Line(NamedTuple):
 def record(command: Sequence[str]) -> Iterator[Line]:
     """Run a command, and yield its lines up to the last one that is shown. The command runs to its end."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         before, is_shown = time.monotonic(), True
-        for text in process.stdout:
+        for text in process.stdout or ():
             now = time.monotonic()
             is_shown = is_shown and not text.startswith(LAST)
             if is_shown:
@@ -93,7 +92,8 @@ def _appear(number: int, at: float) -> str:
 def _text(number: int, text: str) -> str:
     colour = next((colour for start, colour in COLOURS.items() if text.startswith(start)), "")
     fill = f' style="fill:{colour}"' if colour else ""
-    return f'<text xml:space="preserve" class="l{number}" x="0" y="{(number + 1) * LINE - 4}"{fill}>{escape(text)}</text>'
+    where = f'class="l{number}" x="0" y="{(number + 1) * LINE - 4}"'
+    return f'<text xml:space="preserve" {where}{fill}>{escape(text)}</text>'
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from rankless.conversion.state_dict_schemas import booster_schema
 from rankless.conversion.target import ConversionSource, FileLayout, FileSpan
 from rankless.conversion.tensor_filter import Key
 from rankless.conversion.torch_target import PlannedTorchFile
-from rankless.engine.io.requests import Fragments
+from rankless.engine.io.requests import KnownFragments
 from rankless.formats.reader import Reader
 from rankless.formats.sharded.model_files import CONTENT, MODEL, MODELING, OPTIMIZER, SCHEDULER
 from rankless.formats.sharded.sharded_reader import ShardedReader
@@ -66,7 +66,7 @@ class ColossalaiTarget:
                 spans.setdefault(key, []).append(FileSpan(number, offset, 0, infos[key].nbytes))
         return FileLayout(list(self._files), spans, [0] * len(self._files))
 
-    def write_metadata(self, fragments: Fragments) -> None:
+    def write_metadata(self, fragments: KnownFragments) -> None:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         del fragments  # these files have no room for CRCs
         for name, data in self._small_files.items():

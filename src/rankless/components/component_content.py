@@ -24,7 +24,7 @@ from rankless.components.stored_component import StoredComponent, name_in_compon
 from rankless.engine.comm.session import RankGroup, WritingRanks
 from rankless.engine.integrity import replica_comparison
 from rankless.engine.integrity.crc_gather import HashedResult
-from rankless.engine.io.requests import Fragments, MoveRanges
+from rankless.engine.io.requests import Fragments, KnownFragments, MoveRanges
 from rankless.engine.io.staging import DeferredCopies
 from rankless.engine.io.staging_memory import Arena
 from rankless.engine.plan.element_ranges import ElementRange
@@ -224,7 +224,7 @@ class ComponentContent(Generic[Appeared]):
         move(*self.share.writer.ranges_to_upload(self.share.staged))
         return b""
 
-    def build_header(self, number: int, fragments: Fragments) -> bytes:
+    def build_header(self, number: int, fragments: KnownFragments) -> bytes:
         """See :class:`SavedComponent`."""
 
         def fragments_of(name: str) -> list[Fragment]:

@@ -18,7 +18,7 @@ from rankless.components.component_files import FileSet
 from rankless.components.destination import Destination
 from rankless.engine.comm.session import WritingRanks
 from rankless.engine.integrity.crc_gather import HashedResult
-from rankless.engine.io.requests import Fragments, MoveRanges
+from rankless.engine.io.requests import Fragments, KnownFragments, MoveRanges
 from rankless.engine.io.upload_target import FileFrame
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.engine.plan.writer_cells import CellGrain
@@ -47,7 +47,7 @@ class SavedComponent(Protocol):
     def move_share(self, move: MoveRanges) -> bytes:
         """Call ``move`` once, with the bytes that this rank uploads or passes on, inside the vote on the writing."""
 
-    def build_header(self, number: int, fragments: Fragments) -> bytes:
+    def build_header(self, number: int, fragments: KnownFragments) -> bytes:
         """Return the header of a file by its number, on rank 0, from the fragments of all ranks."""
 
 

@@ -19,7 +19,7 @@ from rankless.components.pending_files import PendingFiles
 from rankless.engine.comm.session import Session
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragments
-from rankless.engine.io.requests import Fragments
+from rankless.engine.io.requests import KnownFragments
 from rankless.engine.io.upload_target import FileFrame
 from rankless.process.prepared_types import prepared
 from rankless.run.pending_lock import confirm_lock
@@ -49,7 +49,7 @@ class FolderComponentOutput:
         self._there: dict[int, Path] = {}
         #: On rank 0, the files, and the fragments of unchanged ones.
         self._pending: PendingFiles | None = None
-        self._fragments: Fragments = {}
+        self._fragments: KnownFragments = {}
 
     def begin(self, files: FileSet, frames: Sequence[FileFrame]) -> bytes:
         """See :class:`ComponentOutput`."""
@@ -74,7 +74,7 @@ class FolderComponentOutput:
             equal, fragments = component.find_equal_files(self._there)
             return HashedResult(fragments, _encode(equal))
 
-        def settle(fragments: Fragments, posted: list[bytes]) -> bytes:
+        def settle(fragments: KnownFragments, posted: list[bytes]) -> bytes:
             by_rank = [{*msgspec.msgpack.decode(raw, type=list[int])} for raw in posted]
             self._fragments, pending = fragments, self._pending
             return _encode(
@@ -99,7 +99,7 @@ class FolderComponentOutput:
                 confirm_lock(self._folder)
             return component.write_files(self._folder)
 
-        def publish(fragments: Fragments, _: list[bytes]) -> bytes:
+        def publish(fragments: KnownFragments, _: list[bytes]) -> bytes:
             if self._pending is not None:
                 known = {**self._fragments, **fragments}
                 self._pending.publish(lambda number: component.build_header(number, known))

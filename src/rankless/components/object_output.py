@@ -23,7 +23,7 @@ from rankless.components.component_output import SavedComponent
 from rankless.components.destination import Destination
 from rankless.engine.comm.session import WritingRanks
 from rankless.engine.io import upload_parts
-from rankless.engine.io.requests import Fragments, ignore_progress
+from rankless.engine.io.requests import KnownFragments, ignore_progress
 from rankless.engine.io.upload_target import FileFrame
 from rankless.engine.plan.writer_cells import CellGrain
 from rankless.errors import RanklessError, RankMismatchError
@@ -91,7 +91,7 @@ class ObjectComponentOutput:
         upload = SharedUpload(component.plan, self._ranks, frames, self._begun.uploads)
         appear_when_completed = all(self._begun.uploads)  # a file of one part appears as soon as that is sent
 
-        def build_headers(fragments: Fragments, _: Sequence[bytes]) -> list[bytes]:
+        def build_headers(fragments: KnownFragments, _: Sequence[bytes]) -> list[bytes]:
             headers = [component.build_header(number, fragments) for number in range(len(frames))]
             if not appear_when_completed:
                 self._prepare_folder()

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from rankless.conversion.target import ConversionTarget, FileLayout
 from rankless.engine.comm.session import WritingRanks
-from rankless.engine.io.requests import Fragments, MoveRanges, OnBytesMoved
+from rankless.engine.io.requests import KnownFragments, MoveRanges, OnBytesMoved
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.storage.object_path import ObjectPath
 
@@ -36,7 +36,7 @@ class ConvertedContent(Protocol):
     def move_share(self, move: MoveRanges) -> bytes:
         """Call ``move`` once, with the bytes of this rank. Return what rank 0 must know of them."""
 
-    def finish(self, fragments: Fragments, reports: Sequence[bytes]) -> None:
+    def finish(self, fragments: KnownFragments, reports: Sequence[bytes]) -> None:
         """Check the source, and let the target write its headers, on rank 0, from what all ranks have hashed."""
 
 

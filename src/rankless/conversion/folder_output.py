@@ -18,7 +18,7 @@ from rankless.conversion.work_shares import share_by_cells, share_evenly
 from rankless.engine.comm.session import Session
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragments
-from rankless.engine.io.requests import Fragments, OnBytesMoved, ProviderOf
+from rankless.engine.io.requests import Fragments, KnownFragments, OnBytesMoved, ProviderOf
 from rankless.engine.io.write import write_file_ranges
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.process.prepared_types import prepared
@@ -104,7 +104,7 @@ class FolderConversionOutput:
                 self._sync_beside(read_back)
             return HashedResult(written, report)
 
-        def finish(fragments: Fragments, reports: list[bytes]) -> bytes:
+        def finish(fragments: KnownFragments, reports: list[bytes]) -> bytes:
             content.finish(fragments, reports)
             return b""
 

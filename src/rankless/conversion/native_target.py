@@ -18,7 +18,7 @@ from rankless.conversion.config_dtype import set_config_dtype
 from rankless.conversion.equal_files import link_equal_files
 from rankless.conversion.target import ConversionSource, FileLayout, FileSpan
 from rankless.engine.io.checkpoint_files import NOTHING_UNCHANGED, CheckpointFiles
-from rankless.engine.io.requests import Fragments
+from rankless.engine.io.requests import KnownFragments
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import InvalidArgumentError
 from rankless.formats.adapter_configs import read_adapter_configs
@@ -83,7 +83,7 @@ class NativeTarget:
         tensors = dict(zip(plan.tensors, starts, strict=True))
         return FileLayout(files, tensors, [file.data_start for file in plan.files])
 
-    def write_metadata(self, fragments: Fragments) -> None:
+    def write_metadata(self, fragments: KnownFragments) -> None:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         carried, is_plain_model = self._source.carried, not has_adapters(_model_names(self._source))
         companions = self._adapt_dtype(companion_files(self._source.reader))

@@ -26,7 +26,7 @@ from rankless.conversion.work_shares import share_by_cells
 from rankless.engine.comm.session import WritingRanks
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.io import upload_parts
-from rankless.engine.io.requests import Fragments, OnBytesMoved
+from rankless.engine.io.requests import KnownFragments, OnBytesMoved
 from rankless.engine.io.upload_target import FileFrame
 from rankless.engine.plan.save_plan import EMPTY_PLAN
 from rankless.errors import RanklessError, StateError, TagExistsError
@@ -116,7 +116,7 @@ class ObjectConversionOutput:
         """See :class:`ConversionOutput`."""
         upload = self._require_upload()
 
-        def build_headers(fragments: Fragments, reports: Sequence[bytes]) -> list[bytes]:
+        def build_headers(fragments: KnownFragments, reports: Sequence[bytes]) -> list[bytes]:
             content.finish(fragments, reports)
             return [_read_bytes(file, 0, nbytes) for file, nbytes in zip(self._sparse, self._header_bytes, strict=True)]
 

@@ -28,11 +28,11 @@ from rankless.conversion.tensor_filter import TensorFilter
 from rankless.engine.comm.session import WritingRanks, require_equal
 from rankless.engine.comm.spec_directory import deduplicate
 from rankless.engine.integrity.block_verification import ChecksumVerifier
-from rankless.engine.integrity.fragments import decode_fragments, encode_fragments
 from rankless.engine.integrity.read_crcs import HashingReaderPool, RankCrcs, ReadCrcs, decode_pieces
 from rankless.engine.io.byte_sinks import NullSink
+from rankless.engine.io.fragments import decode_fragments, encode_fragments
 from rankless.engine.io.read import read_file_ranges
-from rankless.engine.io.requests import Fragments, MoveRanges, OnBytesMoved
+from rankless.engine.io.requests import Fragments, KnownFragments, MoveRanges, OnBytesMoved
 from rankless.engine.io.source_reader import SourceReader
 from rankless.engine.io.streamed_tensor import ReadFragments
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
@@ -322,7 +322,7 @@ class _ConvertedTensors:
             crcs = RankCrcs(encode_fragments(self._checks.verify_local(read)), crcs_read.encode())
             return msgspec.msgpack.encode(crcs)
 
-    def finish(self, fragments: Fragments, reports: Sequence[bytes]) -> None:
+    def finish(self, fragments: KnownFragments, reports: Sequence[bytes]) -> None:
         """See :class:`ConvertedContent`."""
         decoded = [msgspec.msgpack.decode(raw, type=RankCrcs) for raw in reports]
         with detect_replacement(self._source.reader):

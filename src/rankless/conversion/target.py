@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rankless.conversion.carried_values import CarriedValues
 from rankless.conversion.tensor_filter import Key, SelectedTensors
-from rankless.engine.io.requests import Fragments
+from rankless.engine.io.requests import KnownFragments
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader, original_reader
 from rankless.ondisk.data_files import TensorInfo
@@ -102,7 +102,7 @@ class ConversionTarget(Protocol):
         In a folder, each rank calls it; in an object store, rank 0.
         """
 
-    def write_metadata(self, fragments: Fragments) -> None:
+    def write_metadata(self, fragments: KnownFragments) -> None:
         """Write the headers, and files without tensors. Only rank 0 calls it, when all tensors are written.
 
         ``fragments`` number the tensors in the order of :meth:`locate_tensors`.

@@ -24,7 +24,7 @@ from torch.serialization import skip_data
 from rankless.conversion.fake_tensors import FakeTensors, Shape
 from rankless.conversion.target import ConversionSource, FileLayout, FileSpan
 from rankless.conversion.torch_skeleton import SKELETON_PATH, TorchSkeleton
-from rankless.engine.io.requests import Fragments
+from rankless.engine.io.requests import KnownFragments
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.formats.reader import Reader
 from rankless.formats.torch_file import TorchFileReader, read_tree
@@ -121,7 +121,7 @@ class TorchTarget:
         spans = {key: [FileSpan(0, offsets[key], 0, infos[key].nbytes)] for key in ordered}
         return FileLayout([self._path], spans, [0])
 
-    def write_metadata(self, fragments: Fragments) -> None:
+    def write_metadata(self, fragments: KnownFragments) -> None:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         del fragments  # files of torch.save have no room for CRCs
 

@@ -24,7 +24,7 @@ from rankless.engine.comm.process_group_argument import ProcessGroupArgument
 from rankless.engine.comm.session import RankGroup, Session, require_equal
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity.block_verification import ChecksumVerifier
-from rankless.engine.integrity.fragments import decode_fragments, encode_fragments
+from rankless.engine.io.fragments import decode_fragments, encode_fragments
 from rankless.engine.io.requests import Fragments
 from rankless.errors import FormatError, InvalidArgumentError, StateError
 from rankless.formats.detect import open_reader

@@ -14,7 +14,7 @@ from rankless.conversion.state_dict_schemas import lightning_metadata, lightning
 from rankless.conversion.target import ConversionSource, FileLayout
 from rankless.conversion.torch_target import TorchTarget
 from rankless.dcp.writer.dcp_target import DcpTarget
-from rankless.engine.io.requests import Fragments
+from rankless.engine.io.requests import KnownFragments
 from rankless.formats.reader import Reader
 from rankless.lightning.reader import META, LightningReader
 from rankless.storage.posix import fsync_directory
@@ -44,7 +44,7 @@ class LightningTarget:
             tensors.setdefault(key, []).extend(span._replace(file=span.file + len(dcp.files)) for span in spans)
         return FileLayout([*dcp.files, *meta.files], tensors, [*dcp.header_bytes, *meta.header_bytes])
 
-    def write_metadata(self, fragments: Fragments) -> None:
+    def write_metadata(self, fragments: KnownFragments) -> None:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         self._meta.write_metadata(fragments)
         self._tensors.write_metadata(fragments)

@@ -24,8 +24,8 @@ from rankless.engine.comm.session import RankGroup, require_equal
 from rankless.engine.comm.spec_directory import SpecDigests, SpecDirectory, digest_specs
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity.block_verification import ChecksumVerifier
-from rankless.engine.integrity.fragments import decode_fragments, encode_fragments
 from rankless.engine.integrity.read_crcs import HashingReaderPool, RankCrcs, ReadCrcs
+from rankless.engine.io.fragments import decode_fragments, encode_fragments
 from rankless.engine.plan.global_spec import GlobalSpec
 from rankless.engine.plan.tensor_specs import PER_RANK
 from rankless.errors import (

@@ -100,7 +100,8 @@ def _combine_fragments(fragments: Sequence[Fragment], start: int, stop: int) -> 
 
 def to_hex(crcs: Iterable[int]) -> str:
     """Encode CRCs as text: 16 lower-case hexadecimal digits each, without separators."""
-    return "".join(f"{crc:016x}" for crc in crcs)
+    numbers = list(crcs)
+    return struct.pack(f">{len(numbers)}Q", *numbers).hex()
 
 
 def from_hex(text: str) -> list[int]:

@@ -120,7 +120,11 @@ class DataFile(msgspec.Struct, frozen=True, dict=True):
 
     def build_header(self, crcs: Iterable[int]) -> bytes:
         """Return the bytes before the data, given the CRC of each block of each tensor, in order."""
-        metadata = {"format": "pt", **self.notes, CRC_KEY: block_crcs.to_hex(crcs)}
+        return self.build_header_from_text(block_crcs.to_hex(crcs))
+
+    def build_header_from_text(self, crcs: str) -> bytes:
+        """Return the bytes before the data, given the CRCs as :func:`rankless.ondisk.block_crcs.to_hex` writes them."""
+        metadata = {"format": "pt", **self.notes, CRC_KEY: crcs}
         if self.tied:
             metadata[TIED_KEY] = json.dumps(dict(sorted(self.tied.items())), separators=(",", ":"))
         return encode_header(self.entries, metadata)
@@ -128,9 +132,8 @@ class DataFile(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def data_start(self) -> int:
         """The offset of the data in bytes. It does not depend on the CRCs, which have a fixed width."""
-        return len(
-            self.build_header([0] * sum(block_crcs.count_blocks(entry.nbytes) for entry in self.entries.values()))
-        )
+        blocks = sum(block_crcs.count_blocks(entry.nbytes) for entry in self.entries.values())
+        return len(self.build_header_from_text("0" * (block_crcs.DIGITS * blocks)))
 
     @cached_property
     def size(self) -> int:

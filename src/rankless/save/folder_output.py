@@ -23,7 +23,7 @@ from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity.base_comparison import FileSamples
 from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from rankless.engine.io.checkpoint_files import NOTHING_UNCHANGED, CheckpointFiles
-from rankless.engine.io.requests import Fragments, OnBytesMoved, ProviderOf
+from rankless.engine.io.requests import KnownFragments, OnBytesMoved, ProviderOf
 from rankless.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from rankless.errors import CorruptCheckpointError, FormatError, NoCheckpointError, RanklessError, TagExistsError
 from rankless.formats.native import read_manifest
@@ -291,7 +291,7 @@ class RunFolderOutput:
             return content.write_files(self._pending.path, on_moved)
 
         @traced("commit", "commit")
-        def commit(fragments: Fragments, payloads: list[bytes]) -> bytes:
+        def commit(fragments: KnownFragments, payloads: list[bytes]) -> bytes:
             content.begin_commit(self._pending.path, payloads)
             small_files = content.build_small_files(payloads)
             unchanged = self._unchanged if self._incremental is None else self._incremental.unchanged

@@ -19,7 +19,7 @@ from rankless.engine.io.checkpoint_files import (
     build_headers,
     build_indexes,
 )
-from rankless.engine.io.requests import Fragments, MoveRanges, OnBytesMoved
+from rankless.engine.io.requests import KnownFragments, MoveRanges, OnBytesMoved
 from rankless.engine.io.upload_target import FileFrame
 from rankless.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from rankless.errors import StateError
@@ -91,7 +91,7 @@ class ObjectUpload:
         All ranks call it. It holds the vote "writing".
         """
 
-        def build_all(fragments: Fragments, rank_values: Sequence[bytes]) -> list[bytes]:
+        def build_all(fragments: KnownFragments, rank_values: Sequence[bytes]) -> list[bytes]:
             self._headers = list(build_headers(self._plan, fragments, self._unchanged))
             self._small_files = {**build_indexes(self._plan), **build_small_files(rank_values)}
             return [header for header, _ in self._headers]

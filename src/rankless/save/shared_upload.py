@@ -20,7 +20,7 @@ from rankless.engine.comm.session import WritingRanks
 from rankless.engine.comm.store_messages import StoreMessages
 from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from rankless.engine.io import upload_parts
-from rankless.engine.io.requests import Fragments, MoveRanges, OnBytesMoved, ProviderOf
+from rankless.engine.io.requests import Fragments, KnownFragments, MoveRanges, OnBytesMoved, ProviderOf
 from rankless.engine.io.upload_parts import PartUploader, SentPart, UploadedParts
 from rankless.engine.io.upload_target import FileFrame, UploadTarget, check_file_size
 from rankless.engine.plan.file_ranges import FileRange
@@ -37,7 +37,7 @@ from rankless.storage.store import Upload, map_requests
 _ROUNDS = 2**32
 
 #: Builds the headers of all files, on rank 0, from the fragments of all ranks and from their values.
-BuildHeaders = Callable[[Fragments, Sequence[bytes]], Sequence[bytes]]
+BuildHeaders = Callable[[KnownFragments, Sequence[bytes]], Sequence[bytes]]
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -132,7 +132,7 @@ class SharedUpload:
             rank_values = send_share(move)
             return HashedResult(self._uploaded.fragments, _encode(_UploadReport(rank_values, self._uploaded.sent)))
 
-        def fold(fragments: Fragments, payloads: list[bytes]) -> bytes:
+        def fold(fragments: KnownFragments, payloads: list[bytes]) -> bytes:
             reports = [msgspec.msgpack.decode(payload, type=_UploadReport) for payload in payloads]
             self._sent = [part for report in reports for part in report.sent]
             return _encode(build_headers(fragments, [report.rank_values for report in reports]))

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from rankless.engine.integrity.fragments import FragmentTable, merge_adjacent_fragments
 from rankless.engine.io.checkpoint_files import build_headers, build_indexes
-from rankless.engine.io.requests import Fragments
+from rankless.engine.io.fragments import FragmentTable, decode_fragments
+from rankless.engine.io.requests import KnownFragments
 from rankless.engine.plan.file_ranges import FileRange, split_at_blocks
 from rankless.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from rankless.errors import CorruptCheckpointError, FormatError, InvalidArgumentError, UnsafeNameError
@@ -92,11 +92,11 @@ class Generation:
             raise CorruptCheckpointError(f"{table.name.name} of the local tier is corrupt: a range is in no file")
 
     @cached_property
-    def fragments(self) -> Fragments:
+    def fragments(self) -> KnownFragments:
         """The fragments of all tensors, merged."""
         rows = [table.rows for table in self.tables.values()]
         encoded = [FragmentTable(row.tensor, row.start, row.stop, row.crc).to_bytes() for row in rows]
-        return merge_adjacent_fragments(FragmentTable.from_bytes(encoded)).to_fragments()
+        return decode_fragments(encoded)
 
     @cached_property
     def headers(self) -> Sequence[tuple[bytes, FileRecord]]:

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rankless.engine.integrity.column_tables import decode_rows, encode_rows
+from rankless.engine.io.column_tables import decode_rows, encode_rows
 from rankless.engine.io.requests import Fragments
 from rankless.engine.plan.file_ranges import FileRange, split_at_blocks
 from rankless.errors import CorruptCheckpointError

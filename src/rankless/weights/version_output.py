@@ -26,7 +26,7 @@ from rankless.components.destination import Destination
 from rankless.engine.comm.session import WritingRanks
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragments
-from rankless.engine.io.requests import Fragments, ProviderOf
+from rankless.engine.io.requests import Fragments, KnownFragments, ProviderOf
 from rankless.engine.io.upload_target import FileFrame
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.writer_cells import CellGrain
@@ -215,7 +215,7 @@ class VersionOutput:
         def hash_share() -> HashedResult:
             return HashedResult(self._write_parts(component, begun), _encode(self._written))
 
-        def commit(fragments: Fragments, posted: list[bytes]) -> bytes:
+        def commit(fragments: KnownFragments, posted: list[bytes]) -> bytes:
             by_rank = [msgspec.msgpack.decode(raw, type=_WrittenParts) for raw in posted]
             manifest = self._make_manifest(component, begun, fragments, by_rank)
             try:
@@ -256,7 +256,11 @@ class VersionOutput:
         return fragments
 
     def _make_manifest(
-        self, component: SavedComponent, begun: _BegunVersion, fragments: Fragments, by_rank: Sequence[_WrittenParts]
+        self,
+        component: SavedComponent,
+        begun: _BegunVersion,
+        fragments: KnownFragments,
+        by_rank: Sequence[_WrittenParts],
     ) -> VersionManifest:
         if self._files is None:
             raise StateError("begin() must be called on rank 0 before write()")

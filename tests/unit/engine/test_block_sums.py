@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rankless.engine.integrity import block_sums
 from rankless.engine.integrity.block_sums import BlockSums, sum_fragments, trust_ranges
-from rankless.engine.integrity.fragments import FragmentTable
+from rankless.engine.io.fragments import FragmentTable
 from rankless.engine.plan.range_columns import TensorRanges
 from rankless.ondisk import block_crcs
 from rankless.ondisk.block_crcs import crc64

@@ -17,8 +17,8 @@ from rankless.engine.comm.rendezvous import Rendezvous
 from rankless.engine.comm.spec_directory import SpecDigests, SpecDirectory
 from rankless.engine.comm.vote import VoteOutcome, decode_decision, encode_decision
 from rankless.engine.comm.vote_channel import VoteChannel
-from rankless.engine.integrity.column_tables import compress_rows, decompress_rows
 from rankless.engine.io.cell_exchange import _order_by_rank
+from rankless.engine.io.column_tables import compress_rows, decompress_rows
 from rankless.engine.plan.cell_transfers import CellTransfer, TransferTable, tabulate_transfers
 
 RANKS = 16_384

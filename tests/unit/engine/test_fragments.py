@@ -11,13 +11,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rankless.engine.integrity import fragments as fold
-from rankless.engine.integrity.extend_crcs import extend_crcs
-from rankless.engine.integrity.fragments import FragmentTable, decode_fragments, encode_fragments
+from rankless.engine.io import fragments as fold
 from rankless.engine.io import requests
+from rankless.engine.io.checkpoint_files import build_headers
+from rankless.engine.io.extend_crcs import extend_crcs
+from rankless.engine.io.fragments import FragmentTable, decode_fragments, encode_fragments
 from rankless.engine.io.requests import Fragments
+from rankless.engine.plan.save_plan import SavePlan
+from rankless.errors import RankMismatchError
 from rankless.ondisk import block_crcs
 from rankless.ondisk.block_crcs import Fragment, crc64
+from rankless.ondisk.data_files import DataFile, HeaderEntry
 
 BLOCK = 64
 
@@ -181,3 +185,42 @@ def test_a_fragment_is_told_in_28_bytes() -> None:
     actual = {3: [Fragment(0, 5, 2**64 - 1)], 2**32 - 1: [Fragment(2**40, 2**40 + 7, 0)]}
     assert len(encode_fragments(actual)) == 56
     assert decode_fragments([encode_fragments(actual)]) == actual
+
+
+@given(st.lists(st.lists(st.integers(0, MOST), max_size=4), max_size=4), st.data())
+def test_headers_of_all_files_at_once_are_those_of_each(sizes: list[list[int]], data: st.DataObject) -> None:
+    """Of any tensors, also without bytes; what is missing is named by both."""
+    files = [
+        DataFile(f"model/{n}.safetensors", dict(entries_of(n, of_file)), {})
+        for n, of_file in enumerate(sizes)
+        if of_file
+    ]
+    names = [("model", name) for file in files for name in file.entries]
+    plan = SavePlan(files, {"model": files}, names, (), (), {}, needs_exchange=False)
+    contents = [data.draw(st.binary(min_size=e.nbytes, max_size=e.nbytes)) for f in files for e in f.entries.values()]
+    fragments: Fragments = {
+        number: [
+            Fragment(start, start + len(block), crc64(block))
+            for start in range(0, len(content), BLOCK)
+            for block in [content[start : start + BLOCK]]
+        ]
+        for number, content in enumerate(contents)
+        if content
+    }
+    gathered = decode_fragments([encode_fragments(fragments)])
+    assert gathered.find_blocks([len(content) for content in contents]) is not None
+    assert list(build_headers(plan, gathered)) == list(build_headers(plan, fragments))
+    if fragments:
+        fragments[max(fragments)].pop()
+        gathered = decode_fragments([encode_fragments(fragments)])
+        assert gathered.find_blocks([len(content) for content in contents]) is None
+        with pytest.raises(RankMismatchError, match="no rank saved all of bytes"):
+            list(build_headers(plan, gathered))
+
+
+def entries_of(number: int, sizes: list[int]) -> Iterable[tuple[str, HeaderEntry]]:
+    """Tensors of bytes, one after the other."""
+    start = 0
+    for n, size in enumerate(sizes):
+        yield f"t{number}.{n}", HeaderEntry("U8", (size,), (start, start + size))
+        start += size

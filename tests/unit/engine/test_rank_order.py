@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankless.engine.integrity.crc_gather import bucket_of, bucket_size
-from rankless.engine.integrity.fragments import FragmentTable, decode_fragments, merge_adjacent_fragments
-from rankless.engine.integrity.fragments import encode_fragments as encode
+from rankless.engine.io.fragments import FragmentTable, decode_fragments, merge_adjacent_fragments
+from rankless.engine.io.fragments import encode_fragments as encode
 from rankless.engine.io.requests import Fragments
 from rankless.engine.plan import equal_shares, stripes, writer_cells
 from rankless.engine.plan.global_spec import GlobalSpec

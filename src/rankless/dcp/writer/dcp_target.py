@@ -22,7 +22,7 @@ from rankless.conversion.torch_target import raw_bytes, state_dict_pairs
 from rankless.dcp.reader import dcp_directory
 from rankless.dcp.reader.dcp_reader import DcpReader
 from rankless.dcp.writer.dcp_files import FlatState, write_records
-from rankless.engine.io.requests import Fragments
+from rankless.engine.io.requests import KnownFragments
 from rankless.errors import CorruptCheckpointError
 from rankless.formats.chunked_tensor import ChunkedTensor
 from rankless.formats.reader import Reader
@@ -59,7 +59,7 @@ class DcpTarget:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         return self._files.locate_tensors()
 
-    def write_metadata(self, fragments: Fragments) -> None:
+    def write_metadata(self, fragments: KnownFragments) -> None:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         del fragments  # these folders have no room for CRCs
         sync_tree(self._pending)

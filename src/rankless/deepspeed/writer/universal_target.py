@@ -20,7 +20,7 @@ from rankless.deepspeed.writer import record_pickle
 from rankless.deepspeed.writer.trained_parameters import TrainedParameters
 from rankless.deepspeed.writer.universal_trees import UniversalTrees
 from rankless.deepspeed.writer.universal_values import TAG_SUFFIX, EngineValues
-from rankless.engine.io.requests import Fragments
+from rankless.engine.io.requests import KnownFragments
 from rankless.formats.reader import Reader
 from rankless.observe.warning import warn_caller
 from rankless.storage.posix import sync_tree, write_small
@@ -64,7 +64,7 @@ class UniversalTarget:
                 spans.setdefault(key, []).append(FileSpan(number, offset, 0, infos[key].nbytes))
         return FileLayout(list(self._files), spans, [0] * len(self._files))
 
-    def write_metadata(self, fragments: Fragments) -> None:
+    def write_metadata(self, fragments: KnownFragments) -> None:
         """See :class:`rankless.conversion.target.ConversionTarget`. Warns of what DeepSpeed does not restore."""
         del fragments  # these files have no room for CRCs
         write_small(self._pending / LATEST[1], self._tag.encode())

@@ -20,9 +20,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from rankless.engine.integrity.block_sums import BlockSums, concatenate_sums, sum_fragments, trust_ranges
-from rankless.engine.integrity.column_tables import concatenate_tables
-from rankless.engine.integrity.fragments import FragmentTable
+from rankless.engine.io.column_tables import concatenate_tables
 from rankless.engine.io.device_streams import begin_copies
+from rankless.engine.io.fragments import FragmentTable
 from rankless.engine.io.requests import ShardOf
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, tensor_chunks

@@ -1,7 +1,7 @@
 """CRCs of blocks from the bytes of many ranks, of which no rank has a contiguous part.
 
 The CRC of a block is the XOR of the CRCs of its pieces, each extended to the end of the block (see
-:mod:`rankless.engine.integrity.extend_crcs`). So a rank adds up what it holds of a block, however scattered, to one
+:mod:`rankless.engine.io.extend_crcs`). So a rank adds up what it holds of a block, however scattered, to one
 number, and rank 0 adds up the numbers of all ranks. Unlike fragments, sums do not show which bytes are missing: only
 how many.
 
@@ -17,9 +17,9 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from rankless.engine.integrity.column_tables import concatenate_tables, decode_rows, encode_rows
-from rankless.engine.integrity.extend_crcs import Numbers, extend_crcs
-from rankless.engine.integrity.fragments import FragmentTable
+from rankless.engine.io.column_tables import concatenate_tables, decode_rows, encode_rows
+from rankless.engine.io.extend_crcs import Numbers, extend_crcs
+from rankless.engine.io.fragments import FragmentTable
 from rankless.engine.plan.range_columns import TensorRanges
 from rankless.ondisk.block_crcs import BLOCK_BYTES, block_range, count_blocks
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-from rankless.engine.io.requests import Fragments
+from rankless.engine.io.requests import Fragments, KnownFragments
 from rankless.engine.io.source_reader import SourceReader
 from rankless.engine.io.tensor_sources import Source
 from rankless.engine.plan.file_ranges import CHUNK
@@ -81,7 +81,7 @@ class ChecksumVerifier:
                     yield tensor, self._find_cause(tensor, block)
 
     @traced("verify across ranks", "verify")
-    def verify_across_ranks(self, partial: Fragments) -> None:
+    def verify_across_ranks(self, partial: KnownFragments) -> None:
         """Verify blocks of which several ranks read parts. If the parts do not tile a block, read it again."""
         for tensor, fragments in partial.items():
             expected = self._expected_crcs(tensor)

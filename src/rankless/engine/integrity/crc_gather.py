@@ -25,15 +25,15 @@ from rankless.engine.comm.host_messages import HostMessages
 from rankless.engine.comm.job_store import DeadlineStore
 from rankless.engine.comm.session import Session, translate_store_errors
 from rankless.engine.integrity.block_sums import SUM_BYTES, BlockSums
-from rankless.engine.integrity.column_tables import compress_rows, decompress_rows
-from rankless.engine.integrity.fragments import (
+from rankless.engine.io.column_tables import compress_rows, decompress_rows
+from rankless.engine.io.fragments import (
     FRAGMENT_BYTES,
     FragmentTable,
     decode_fragments,
     encode_fragments,
     merge_adjacent_fragments,
 )
-from rankless.engine.io.requests import Fragments
+from rankless.engine.io.requests import KnownFragments
 from rankless.errors import RankTimeoutError
 from rankless.process.prepared_types import prepared
 
@@ -50,12 +50,12 @@ _LOST = b"!"
 class HashedResult(NamedTuple):
     """The result of a rank's work: its fragments, and a payload for rank 0."""
 
-    fragments: Fragments
+    fragments: KnownFragments
     payload: bytes = b""
 
 
 #: Makes rank 0's decision over the merged fragments of all ranks, and the payload of each.
-DecideHashed = Callable[[Fragments, list[bytes]], bytes]
+DecideHashed = Callable[[KnownFragments, list[bytes]], bytes]
 
 #: CRCs of what a rank has hashed, in some form.
 Crcs = TypeVar("Crcs")
@@ -79,13 +79,13 @@ class _CrcCodec(Protocol[Crcs]):
 class _FragmentCodec:
     row_bytes = FRAGMENT_BYTES
 
-    def encode(self, crcs: Fragments) -> bytes:
+    def encode(self, crcs: KnownFragments) -> bytes:
         return encode_fragments(crcs)
 
     def merge(self, reports: Iterable[bytes]) -> bytes:
         return merge_adjacent_fragments(FragmentTable.from_bytes(reports)).to_bytes()
 
-    def decode(self, reports: Iterable[bytes]) -> Fragments:
+    def decode(self, reports: Iterable[bytes]) -> KnownFragments:
         return decode_fragments(reports)
 
 
@@ -117,7 +117,7 @@ def vote_with_fragments(
     All ranks call it: saves and drains in the vote "writing", components and conversions in theirs.
     """
 
-    def work_and_unpack() -> tuple[Fragments, bytes]:
+    def work_and_unpack() -> tuple[KnownFragments, bytes]:
         hashed = work()
         return hashed.fragments, hashed.payload
 

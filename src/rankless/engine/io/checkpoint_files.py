@@ -14,8 +14,11 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from rankless.engine.io.requests import Fragments
+from rankless.engine.io.extend_crcs import combine_groups
+from rankless.engine.io.fragments import BlockCrcs, GatheredFragments
+from rankless.engine.io.requests import KnownFragments
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import RankMismatchError
 from rankless.observe.spans import span, traced
@@ -80,7 +83,7 @@ class CheckpointFiles(msgspec.Struct, frozen=True):
     @traced("write the headers and the manifest", "commit")
     def finalize(
         self,
-        fragments: Fragments,
+        fragments: KnownFragments,
         small_files: SmallFiles,
         make_manifest: MakeManifest,
         unchanged: UnchangedBlocks = NOTHING_UNCHANGED,
@@ -141,7 +144,7 @@ def _write_small(path: Path, data: bytes) -> None:
 
 
 def build_headers(
-    plan: SavePlan, fragments: Fragments, unchanged: UnchangedBlocks = NOTHING_UNCHANGED
+    plan: SavePlan, fragments: KnownFragments, unchanged: UnchangedBlocks = NOTHING_UNCHANGED
 ) -> Iterator[tuple[bytes, FileRecord]]:
     """Yield the header of each file of a plan, which contains the CRCs of all blocks, and the record of the file.
 
@@ -150,6 +153,10 @@ def build_headers(
     Rank 0 calls it in a commit or for an upload; a generation of a local tier builds its headers on each rank that
     reads it.
     """
+    blocks = None if unchanged.crcs or not isinstance(fragments, GatheredFragments) else _find_blocks(plan, fragments)
+    if blocks is not None:
+        yield from _build_headers_at_once(plan, blocks)
+        return
     numbers = itertools.count()
     for file in plan.files:
         crcs = []
@@ -161,6 +168,26 @@ def build_headers(
         header = file.build_header(itertools.chain(*crcs))
         crc = block_crcs.crc64(header)
         yield header, FileRecord(file.size, f"{_file_crc(crc, file, crcs):016x}", len(header), f"{crc:016x}")
+
+
+def _find_blocks(plan: SavePlan, fragments: GatheredFragments) -> BlockCrcs | None:
+    return fragments.find_blocks([entry.nbytes for file in plan.files for entry in file.entries.values()])
+
+
+def _build_headers_at_once(plan: SavePlan, blocks: BlockCrcs) -> Iterator[tuple[bytes, FileRecord]]:
+    """Yield what :func:`build_headers` does, given the CRCs of all blocks as columns.
+
+    A checkpoint of terabytes has hundreds of thousands of blocks, and all ranks wait for their headers.
+    """
+    ends = np.append(0, np.cumsum(blocks.counts))[[0, *(numbers.stop for numbers in plan.tensors_by_file)]]
+    data_crcs = combine_groups(blocks.crc, blocks.length, np.diff(ends)).tolist()
+    text = blocks.crc.astype(">u8").tobytes().hex()
+    for number, file in enumerate(plan.files):
+        start, stop = (block_crcs.DIGITS * int(end) for end in ends[number : number + 2])
+        header = file.build_header_from_text(text[start:stop])
+        crc = block_crcs.crc64(header)
+        whole = block_crcs.combine(crc, data_crcs[number], file.size - file.data_start)
+        yield header, FileRecord(file.size, f"{whole:016x}", len(header), f"{crc:016x}")
 
 
 def build_indexes(plan: SavePlan) -> dict[str, bytes]:

@@ -7,7 +7,7 @@ several threads of one rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from rankless.engine.io.byte_sinks import ByteSink
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 #: ``{tensor number: its fragments}``.
 Fragments = dict[int, list[Fragment]]
+
+#: The same, of all ranks, to be looked at.
+KnownFragments = Mapping[int, Sequence[Fragment]]
 
 
 class ByteProvider(Protocol):

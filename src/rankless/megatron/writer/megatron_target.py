@@ -21,7 +21,7 @@ from rankless.conversion.tensor_filter import Key
 from rankless.conversion.torch_target import PlannedTorchFile
 from rankless.dcp.writer.dcp_files import FlatState
 from rankless.dcp.writer.dcp_target import DcpFiles
-from rankless.engine.io.requests import Fragments
+from rankless.engine.io.requests import KnownFragments
 from rankless.formats.reader import Reader
 from rankless.megatron.reader.megatron_directory import COMMON, DESCRIPTION, LATEST
 from rankless.megatron.reader.megatron_reader import MegatronReader
@@ -118,7 +118,7 @@ class MegatronTarget:
                 own = FileSpan(span.file, span.offset + low - span.start, low + shift, high + shift)
                 yield entry.sources[part.name], own
 
-    def write_metadata(self, fragments: Fragments) -> None:
+    def write_metadata(self, fragments: KnownFragments) -> None:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         del fragments  # these files have no room for CRCs
         write_small(self._folder / DESCRIPTION, json.dumps(_DESCRIPTION).encode())

@@ -193,7 +193,7 @@ def _check_class(group: ParamGroup, saved: EncodedGroups) -> None:
         raise _class_error(saved_classes[0], class_name)
 
 
-def _class_error(saved: str, present: str) -> OptimizerMismatchError:
+def _class_error(saved: str | None, present: str | None) -> OptimizerMismatchError:
     return OptimizerMismatchError(
         f"the checkpoint holds the state of {saved}, the optimizer is {present}: create {saved}, or leave out the "
         "optimizer to load the rest"

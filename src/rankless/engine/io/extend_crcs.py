@@ -4,7 +4,7 @@ The CRC of two adjacent ranges is the CRC of the first, extended over the bytes 
 second. (CRC-64/NVME begins and ends with all ones, which cancel out.) Extending a CRC is linear: each of its bytes
 contributes independently.
 
-:mod:`rankless.engine.integrity.fragments` and :mod:`rankless.engine.integrity.block_sums` combine CRCs with it. The
+:mod:`rankless.engine.io.fragments` and :mod:`rankless.engine.integrity.block_sums` combine CRCs with it. The
 polynomial is that of the format: stored checksums depend on it.
 """
 
@@ -33,6 +33,19 @@ def extend_crcs(crcs: Numbers, distances: Numbers) -> Numbers:
     for start in range(0, len(extended), _BATCH):
         _shift_in_place(extended[start : start + _BATCH], distances[start : start + _BATCH])
     return extended
+
+
+def combine_groups(crcs: Numbers, lengths: Numbers, counts: NDArray[np.intp]) -> Numbers:
+    """Return the CRC of each group of adjacent ranges, whose CRCs and lengths in bytes follow each other.
+
+    ``counts`` has the number of ranges of each group, which may be 0: the CRC of no bytes is 0.
+    """
+    stops = np.cumsum(counts)
+    ends = np.append(np.uint64(0), np.cumsum(lengths))
+    distances = np.repeat(ends[stops], counts) - ends[1:]
+    totals = np.append(np.uint64(0), np.bitwise_xor.accumulate(extend_crcs(crcs, distances)))
+    combined: Numbers = totals[stops] ^ totals[stops - counts]
+    return combined
 
 
 def _shift_in_place(crcs: Numbers, distances: Numbers) -> None:

@@ -11,14 +11,14 @@ merges the fragments in the tables of parts. Encoded rows are in messages betwee
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rankless.engine.integrity.column_tables import decode_rows, encode_rows
-from rankless.engine.integrity.extend_crcs import Numbers, extend_crcs
+from rankless.engine.io.column_tables import decode_rows, encode_rows
+from rankless.engine.io.extend_crcs import Numbers, extend_crcs
 from rankless.engine.io.requests import Fragments
 from rankless.ondisk.block_crcs import BLOCK_BYTES, Fragment
 
@@ -59,15 +59,66 @@ class FragmentTable(NamedTuple):
         return result
 
 
+class GatheredFragments(Mapping[int, Sequence[Fragment]]):
+    """Merged fragments of all ranks by the number of the tensor. ``table`` has them sorted, as columns.
+
+    There may be hundreds of thousands, so they become objects only for the tensors that are asked for.
+    """
+
+    def __init__(self, table: FragmentTable) -> None:
+        self.table = table
+
+    def __getitem__(self, tensor: int) -> Sequence[Fragment]:
+        """Return the fragments of a tensor."""
+        first, stop = np.searchsorted(self.table.tensor, [tensor, tensor + 1])
+        if first == stop:
+            raise KeyError(tensor)
+        columns = (column[first:stop].tolist() for column in self.table[1:])
+        return [Fragment(*fragment) for fragment in zip(*columns, strict=True)]
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the numbers of the tensors."""
+        return iter(np.unique(self.table.tensor).tolist())
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(np.unique(self.table.tensor))
+
+    def find_blocks(self, sizes: Sequence[int]) -> BlockCrcs | None:
+        """Return the CRCs of all blocks of tensors of these sizes; ``None`` if the fragments are not just all blocks.
+
+        A caller then looks at each tensor, and names what is missing.
+        """
+        nbytes = np.array(sizes, np.uint64)
+        counts = (-(-nbytes.astype(np.int64) // BLOCK_BYTES)).astype(np.intp)
+        tensor = np.repeat(np.arange(len(sizes), dtype=np.uint32), counts)
+        first = np.repeat(np.cumsum(counts) - counts, counts)
+        start = (np.arange(len(tensor)) - first).astype(np.uint64) * np.uint64(BLOCK_BYTES)
+        stop = np.minimum(start + np.uint64(BLOCK_BYTES), np.repeat(nbytes, counts))
+        table = self.table
+        pairs = ((tensor, table.tensor), (start, table.start), (stop, table.stop))
+        if not all(np.array_equal(expected, actual) for expected, actual in pairs):
+            return None
+        return BlockCrcs(self.table.crc, stop - start, counts)
+
+
+class BlockCrcs(NamedTuple):
+    """The CRC and the length of each block of all tensors, in order, and the number of the blocks of each tensor."""
+
+    crc: Numbers
+    length: Numbers
+    counts: NDArray[np.intp]
+
+
 def encode_fragments(fragments: Mapping[int, Iterable[Fragment]]) -> bytes:
     """Encode fragments, 28 bytes each."""
     rows = [(tensor, *fragment) for tensor, tensor_fragments in fragments.items() for fragment in tensor_fragments]
     return np.array(rows, dtype=_ROW).tobytes()
 
 
-def decode_fragments(reports: Iterable[bytes]) -> Fragments:
+def decode_fragments(reports: Iterable[bytes]) -> GatheredFragments:
     """Decode and merge the fragments of all ranks."""
-    return merge_adjacent_fragments(FragmentTable.from_bytes(reports)).to_fragments()
+    return GatheredFragments(merge_adjacent_fragments(FragmentTable.from_bytes(reports)))
 
 
 def merge_adjacent_fragments(rows: FragmentTable) -> FragmentTable:
