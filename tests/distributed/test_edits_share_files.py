@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 import rankless
-from rankless.errors import CorruptCheckpointError
+from rankless.errors import CorruptCheckpointError, StorageError
+from rankless.storage import posix
 from tests.helpers.commands import invoke
 from tests.helpers.corruption import flip_tensor_bit
 from tests.helpers.edit_oracle import Lm, Oracle, make_optimizer, train_steps
@@ -96,14 +98,54 @@ def test_other_formats_are_files_of_their_own(run: Path, tmp_path: Path) -> None
     assert {file.stat().st_nlink for file in data_files(tmp_path / "hf").values()} == {1}
 
 
-def test_a_shared_file_that_is_corrupt_is_found_by_the_load(run: Path, tmp_path: Path) -> None:
-    file = data_files(run / "step_1")["model/model-00003-of-00006.safetensors"]
-    flip_tensor_bit(file, "layers.1.mlp.up_proj.weight")
-    edit(str(run), str(tmp_path / "out"), ["resize-vocab 12"])
-    assert "model/model-00003-of-00006.safetensors" in shared_files(tmp_path / "out", run / "step_1")
+CORRUPT = "model/model-00003-of-00006.safetensors"
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_is_shared_is_verified(ranks: Ranks, run: Path, tmp_path: Path, count: int) -> None:
+    flip_tensor_bit(run / "step_1" / CORRUPT, "layers.1.mlp.up_proj.weight")
+    for outcome in ranks.outcomes(count, edit, str(run), str(tmp_path / "out"), ["resize-vocab 12"]):
+        assert isinstance(outcome, CorruptCheckpointError)
+        assert "model-00003" in str(outcome)
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_a_shared_file_that_is_not_verified_is_by_the_load(run: Path, tmp_path: Path) -> None:
+    flip_tensor_bit(run / "step_1" / CORRUPT, "layers.1.mlp.up_proj.weight")
+    rankless.edit(run, tmp_path / "out", ["resize-vocab 12"], max_shard_size=LIMIT, verify=False)
+    assert CORRUPT in shared_files(tmp_path / "out", run / "step_1")
     with pytest.raises(CorruptCheckpointError, match="model-00003"):
         rankless.load_checkpoint(tmp_path / "out", model=Lm(12))
-    flip_tensor_bit(run / "step_1/model/model-00001-of-00006.safetensors", "embed_tokens.weight")
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_shared_file_that_is_changed_meanwhile_is_found(run: Path, tmp_path: Path, verify: bool) -> None:
+    def change(_: object) -> None:
+        with (run / "step_1" / CORRUPT).open("r+b") as file:
+            file.seek(-4, 2)
+            file.write(b"1234")
+
     with pytest.raises(CorruptCheckpointError):
+        rankless.edit(run, tmp_path / "out", ["resize-vocab 12"], max_shard_size=LIMIT, verify=verify, on_event=change)
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_a_failed_edit_leaves_the_source_as_it_was(run: Path, tmp_path: Path) -> None:
+    def stop(_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {name: file.stat().st_mode for name, file in data_files(run / "step_1").items()}
+    with pytest.raises(KeyboardInterrupt):
+        rankless.edit(run, tmp_path / "out", ["resize-vocab 12"], max_shard_size=LIMIT, on_event=stop)
+    assert {name: file.stat().st_mode for name, file in data_files(run / "step_1").items()} == before
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_space_is_needed_for_what_changes(run: Path, tmp_path: Path) -> None:
+    edit(str(run), str(tmp_path / "out"), ["resize-vocab 12"])
+    files = data_files(tmp_path / "out")
+    apart = sum(files[name].stat().st_size for name in files.keys() - shared_files(tmp_path / "out", run / "step_1"))
+    with mock.patch.object(posix, "free_bytes", return_value=apart):
         edit(str(run), str(tmp_path / "second"), ["resize-vocab 12"])
-    assert not (tmp_path / "second").exists()
+    with mock.patch.object(posix, "free_bytes", return_value=1), pytest.raises(StorageError, match="bytes free"):
+        edit(str(run), str(tmp_path / "third"), ["resize-vocab 12"])

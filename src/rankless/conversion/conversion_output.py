@@ -20,10 +20,14 @@ from rankless.storage.object_path import ObjectPath
 
 
 class RankShare(NamedTuple):
-    """The layout of the files, at the paths at which they can be read back, and the bytes that this rank writes."""
+    """The layout of the files, at the paths at which they can be read back, and the bytes that this rank writes.
+
+    ``linked`` are its share of the bytes in files that are links: they are read back only.
+    """
 
     layout: FileLayout
     file_ranges: Sequence[FileRange]
+    linked: Sequence[FileRange] = ()
 
 
 #: Compares the bytes that this rank has written with what it wrote.

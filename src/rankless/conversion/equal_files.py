@@ -1,7 +1,7 @@
 """The files of a checkpoint in which an edit changes no byte: the output shares them by hard links.
 
 :class:`rankless.conversion.native_target.NativeTarget` asks on rank 0, in the vote "preparing", before it creates the
-other files. Their tensors are neither read nor written. Their CRCs are in their headers, and a load checks them.
+other files. Their tensors are not written. They are read if the output is, and compared with the CRCs of the source.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from rankless.formats.remapped_reader import underlying_reader
 from rankless.ondisk.manifest import FileRecord
 from rankless.save.base_checkpoint import BaseFile
 from rankless.save.base_files import link_equal_file
-from rankless.storage.links_and_clones import Sharing, identify_file, make_read_only
-from rankless.storage.object_path import ObjectPath
+from rankless.storage.links_and_clones import Sharing, identify_file
+from rankless.storage.store import store_of
 
 
 class StoredFile(NamedTuple):
@@ -44,7 +44,6 @@ def link_equal_files(source: ConversionSource, files: CheckpointFiles) -> Unchan
             continue
         by_name = link_equal_file(stored.path, BaseFile(identity, stored.record), files.folder, file, sharing)
         if by_name is not None:
-            make_read_only(files.folder / file.path)
             linked.add(number)
             tensors = zip(plan.tensors_by_file[number], file.entries, strict=True)
             crcs |= {tensor: dict(enumerate(by_name[name])) for tensor, name in tensors}
@@ -70,7 +69,7 @@ def find_equal_files(source: ConversionSource, plan: SavePlan) -> Mapping[int, S
         ):
             original = reader.readers[first.source]
             file = _file_of(original, first) if isinstance(original, NativeReader) else None
-            if file is not None and not isinstance(file.path, ObjectPath):
+            if file is not None and not store_of(file.path).is_remote:
                 equal[number] = file
     return equal
 

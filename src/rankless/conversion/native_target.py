@@ -15,7 +15,7 @@ from pathlib import Path
 from msgspec import structs
 
 from rankless.conversion.config_dtype import set_config_dtype
-from rankless.conversion.equal_files import link_equal_files
+from rankless.conversion.equal_files import find_equal_files, link_equal_files
 from rankless.conversion.target import ConversionSource, FileLayout, FileSpan
 from rankless.engine.io.checkpoint_files import NOTHING_UNCHANGED, CheckpointFiles
 from rankless.engine.io.requests import KnownFragments
@@ -39,7 +39,6 @@ from rankless.ondisk.weight_names import find_stems, rename_weights
 from rankless.ondisk.wrapper_prefixes import has_adapters
 from rankless.run.catalog import independent_identity
 from rankless.save.build_manifest import CheckpointLabel, build_manifest
-from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
 
 #: The group whose folder transformers opens.
@@ -66,10 +65,18 @@ class NativeTarget:
 
     def create_files(self) -> Collection[int]:
         """See :class:`rankless.conversion.target.ConversionTarget`. Files that an edit does not change are linked."""
-        if not self.output_name and not isinstance(self._final, ObjectPath):
+        if not self.output_name and not store_of(self._final).is_remote:
             self._unchanged = link_equal_files(self._source, self._files)
         self._files.create_files(existing=self._unchanged.linked)
         return self._unchanged.linked
+
+    def count_equal_bytes(self) -> int:
+        """Return how many bytes of files will probably be links, and take no space."""
+        if self.output_name or store_of(self._final).is_remote:
+            return 0
+        files = self._files.plan.files
+        equal = find_equal_files(self._source, self._files.plan)
+        return sum(entry.nbytes for number in equal for entry in files[number].entries.values())
 
     def locate_tensors(self) -> FileLayout:
         """See :class:`rankless.conversion.target.ConversionTarget`."""

@@ -35,7 +35,7 @@ from rankless.engine.io.read import read_file_ranges
 from rankless.engine.io.requests import Fragments, KnownFragments, MoveRanges, OnBytesMoved
 from rankless.engine.io.source_reader import SourceReader
 from rankless.engine.io.streamed_tensor import ReadFragments
-from rankless.engine.plan.file_ranges import FileRange, count_bytes
+from rankless.engine.plan.file_ranges import count_bytes
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError
 from rankless.formats.detect import is_checkpoint
 from rankless.formats.reader import EditedCheckpoint, Reader, check_current, describe_doubts, detect_replacement
@@ -239,8 +239,9 @@ class Conversion:
         make = TARGETS[self._request.to]
         target = self._session.run_on_all("planning the output", lambda: make(source, pending, self._request.final))
         try:
-            share = self._output.create(target, source.nbytes, host_of)
-            on_moved = self._progress_callback(share.file_ranges, times=2 if verify else 1)
+            equal = target.count_equal_bytes() if isinstance(target, NativeTarget) else 0
+            share = self._output.create(target, source.nbytes - equal, host_of)
+            on_moved = self._progress_callback(share, verify=verify)
             converted = _ConvertedTensors(source, target, share, checksums)
             read_back = partial(_verify_written, share, converted, on_moved) if verify else None
             self._output.write(converted, on_moved, read_back)
@@ -252,14 +253,15 @@ class Conversion:
             raise
         return self._request.final
 
-    def _progress_callback(self, file_ranges: Sequence[FileRange], times: int) -> OnBytesMoved:
-        """Return a function that counts the bytes this rank moves, each ``times`` times, and reports progress."""
+    def _progress_callback(self, share: RankShare, *, verify: bool) -> OnBytesMoved:
+        """Return a function that counts the bytes that this rank writes and reads back, and reports progress."""
 
         def report(done: int, total: int) -> None:
             event = Progress("convert", self._request.final, done, total)
             notify_listener(self._on_event, event, self._request.final)
 
-        return ProgressCounter(times * count_bytes(file_ranges), report).add
+        written = count_bytes(share.file_ranges)
+        return ProgressCounter(2 * written + count_bytes(share.linked) if verify else written, report).add
 
     def _open_source(self) -> tuple[ConversionSource, Path, list[int]]:
         """Open the source, and check that all ranks see the same. Also return the number of the host of each rank."""
@@ -322,6 +324,11 @@ class _ConvertedTensors:
             crcs = RankCrcs(encode_fragments(self._checks.verify_local(read)), crcs_read.encode())
             return msgspec.msgpack.encode(crcs)
 
+    def verify_linked(self, fragments: Fragments) -> None:
+        """Compare what was read of files that are links with the CRCs of the source, which has the same bytes."""
+        with detect_replacement(self._source.reader):
+            self._checks.verify_across_ranks(self._checks.verify_local(fragments))
+
     def finish(self, fragments: KnownFragments, reports: Sequence[bytes]) -> None:
         """See :class:`ConvertedContent`."""
         decoded = [msgspec.msgpack.decode(raw, type=RankCrcs) for raw in reports]
@@ -346,3 +353,4 @@ def _verify_written(share: RankShare, converted: _ConvertedTensors, on_moved: On
             group, name = keys[number]
             files = ", ".join(sorted({str(layout.files[span.file]) for span in layout.tensors[keys[number]]}))
             raise CorruptCheckpointError(f"{group} tensor {name!r} in {files} is corrupt: it is not what was written")
+    converted.verify_linked(read_file_ranges(layout.files, share.linked, lambda _: NullSink(), on_moved))

@@ -81,10 +81,13 @@ class FileLayout:
     tensors: Mapping[Key, Sequence[FileSpan]]
     header_bytes: Sequence[int]
 
-    def without(self, complete: Collection[int]) -> FileLayout:
-        """Return the layout without the spans in some files, of which nothing is to be written."""
-        tensors = {key: [span for span in spans if span.file not in complete] for key, spans in self.tensors.items()}
-        return replace(self, tensors=tensors)
+    def split(self, complete: Collection[int]) -> tuple[FileLayout, FileLayout]:
+        """Return the layout with the spans in all but some files, and with those in these files, which are complete."""
+        parts = [
+            {key: [span for span in spans if (span.file in complete) is inside] for key, spans in self.tensors.items()}
+            for inside in (False, True)
+        ]
+        return replace(self, tensors=parts[0]), replace(self, tensors=parts[1])
 
 
 class ConversionTarget(Protocol):
