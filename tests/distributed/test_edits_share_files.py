@@ -8,9 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import rankless
-from rankless.errors import CorruptCheckpointError, StorageError
+from rankless.errors import CorruptCheckpointError, RankMismatchError, StorageError
 from rankless.storage import posix
 from tests.helpers.commands import invoke
 from tests.helpers.corruption import flip_tensor_bit
@@ -149,3 +150,14 @@ def test_space_is_needed_for_what_changes(run: Path, tmp_path: Path) -> None:
         edit(str(run), str(tmp_path / "second"), ["resize-vocab 12"])
     with mock.patch.object(posix, "free_bytes", return_value=1), pytest.raises(StorageError, match="bytes free"):
         edit(str(run), str(tmp_path / "third"), ["resize-vocab 12"])
+
+
+def edit_apart(source: str, output: str, rank_size: int) -> None:
+    rankless.edit(source, f"{output}-{dist.get_rank() * rank_size}", ["cast bfloat16"])
+
+
+def test_ranks_with_other_arguments_are_named(ranks: Ranks, run: Path, tmp_path: Path) -> None:
+    for outcome in ranks.outcomes(2, edit_apart, str(run), str(tmp_path / "out"), 1):
+        assert isinstance(outcome, RankMismatchError)
+        assert "arguments of the conversion" in str(outcome)
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}

@@ -44,6 +44,9 @@ from rankless.storage.store import store_of
 #: The group whose folder transformers opens.
 _MODEL = "model"
 
+#: Small files of the top folder that are made anew.
+_MADE_ANEW = frozenset({STATE, RANKS, "state.safetensors.index.json", "ranks.safetensors.index.json"})
+
 #: Files next to weights that make a folder a transformers model.
 _COMPANIONS = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
@@ -100,6 +103,7 @@ class NativeTarget:
             **{f"{_MODEL}/{name}": data for name, data in companions if is_plain_model},
         }
         small |= self.adapter_files() | self._hub_layout()
+        small = {**self._own_files(), **small}
         given = self._adapt_dtype(self._source.small_files.items())
         small |= {f"{self.output_name}/{name}": data for name, data in given}
         self._files.finalize(fragments, small, self._build_manifest, self._unchanged)
@@ -116,6 +120,15 @@ class NativeTarget:
         """Return the small files of the adapters that are converted, by their paths in a checkpoint."""
         selects_adapters = any(map(is_adapter_group, self._source.selected.group_names()))
         return read_adapter_configs(original_reader(self._source.reader)) if selects_adapters else {}
+
+    def _own_files(self) -> dict[str, bytes]:
+        """Return the files that the user has saved with the source, next to the folders of tensors."""
+        original = original_reader(self._source.reader)
+        if self.output_name or not isinstance(original, NativeReader):
+            return {}
+        records = original.manifest.files
+        own = (name for name in records.keys() - _MADE_ANEW if "/" not in name and not records[name].header_size)
+        return {name: original.read_small_file(name) for name in own}
 
     def _hub_layout(self) -> dict[str, bytes]:
         """Return the layout for the Hub, by its path in the checkpoint, if all tensors that it names are unchanged."""

@@ -158,6 +158,12 @@ class ConversionRequest:
             )
         check_destination(self.final)
 
+    def describe_arguments(self) -> str:
+        """Return what all ranks must pass alike, besides the source, as a text for people."""
+        edit = "" if self.edit is None else f", edit {self.edit}"
+        step = "" if self.step is None else f", step {self.step}"
+        return f"{self.to} in {self.final}, files of {self.limit} bytes{step}{edit}"
+
     def open_source(self) -> ConversionSource:
         """Open the source. Raises ``CheckpointReplacedError`` if another process replaces it meanwhile.
 
@@ -204,8 +210,9 @@ class ConversionRequest:
 
 @prepared
 class _SeenBy(msgspec.Struct, frozen=True, array_like=True):
-    """The fingerprint of the source as a rank sees it, and the id of the rank's host."""
+    """The arguments of a rank, the fingerprint of the source as it sees it, and the id of its host."""
 
+    arguments: str
     fingerprint: str
     host: str
 
@@ -272,13 +279,15 @@ class Conversion:
 
         def choose_pending(posted: list[bytes]) -> bytes:
             seen = [msgspec.msgpack.decode(raw, type=_SeenBy) for raw in posted]
+            require_equal("the arguments of the conversion", [by_rank.arguments for by_rank in seen])
             require_equal(f"the contents of {self._request.source}", [by_rank.fingerprint for by_rank in seen])
             self._output.clean_up()
             host_of, _ = deduplicate([by_rank.host.encode() for by_rank in seen])
             return msgspec.msgpack.encode(_ConversionStart(str(self._output.pending), host_of))
 
         def describe_view(opened: ConversionSource) -> bytes:
-            return msgspec.msgpack.encode(_SeenBy(opened.reader.fingerprint, host_id()))
+            arguments = self._request.describe_arguments()
+            return msgspec.msgpack.encode(_SeenBy(arguments, opened.reader.fingerprint, host_id()))
 
         source, raw = self._session.vote("reading the metadata", open_and_check, describe_view, choose_pending)
         start = msgspec.msgpack.decode(raw, type=_ConversionStart)

@@ -7,6 +7,7 @@ vote "reading the metadata". Nothing of a tensor is read here. All ranks get equ
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from typing import Any
 import msgspec
 
 from rankless.edits.average import Average
+from rankless.edits.bound_states import IN_PLACE, apply_to_named, find_bound_states
 from rankless.edits.catalog import Catalog
 from rankless.edits.companions import check_tokenizer, read_config
 from rankless.edits.formulas import StoredFormula
-from rankless.edits.numbered_states import IN_PLACE, apply_to_named
 from rankless.edits.recipe import Verb, encode_recipe
 from rankless.edits.value_changes import ValueChange
 from rankless.errors import InvalidArgumentError, NoCheckpointError
@@ -28,6 +29,8 @@ from rankless.ondisk.manifest import EditRecord
 from rankless.run.catalog import list_checkpoints
 from rankless.run.lookup import open_latest
 from rankless.storage.location import parse_location
+
+_log = logging.getLogger("rankless")
 
 
 class EditReport(msgspec.Struct, frozen=True):
@@ -45,6 +48,7 @@ def edit_reader(reader: Reader, verbs: Sequence[Verb]) -> tuple[EditedReader, Ed
     """
     readers: list[Reader] = [reader]
     catalog = Catalog(str(reader.path), _list_tensors(0, reader), reader.tied, config=_parse_config(reader))
+    bound = find_bound_states(reader, catalog)
     for verb in verbs:
         if isinstance(verb, Average):
             others = _open_others(verb, reader)
@@ -53,7 +57,7 @@ def edit_reader(reader: Reader, verbs: Sequence[Verb]) -> tuple[EditedReader, Ed
                 catalog, [(str(other.path), _list_tensors(n, other)) for n, other in enumerate(others, start=1)]
             )
         else:
-            catalog = apply_to_named(verb.apply, catalog, is_in_place=isinstance(verb, IN_PLACE))
+            catalog = apply_to_named(verb.apply, catalog, bound, is_in_place=isinstance(verb, IN_PLACE))
     if catalog.rows is not None:
         check_tokenizer(reader, catalog.rows)
     _check_names(catalog)
@@ -79,6 +83,7 @@ class ReaderEdit(msgspec.Struct, frozen=True):
         recipe = encode_recipe(self.verbs)
         before = reader.manifest.edits if isinstance(reader, NativeReader) else ()
         if not self.is_repeated and any(record.recipe == recipe for record in before or ()):
+            _log.info("%s came about by the edit that was passed: it is loaded as it is", reader.path)
             return reader
         return edit_reader(reader, self.verbs)[0]
 

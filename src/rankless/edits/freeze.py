@@ -119,7 +119,9 @@ def _new_state(
 
 def _check_optimizer(catalog: Catalog, verb: str) -> None:
     if not catalog.groups_of(OPTIMIZER):
-        raise InvalidArgumentError(f"{verb}: {catalog.label} has no states of an optimizer")
+        raise InvalidArgumentError(
+            f"{verb}: {catalog.label} has no states of an optimizer with the names of parameters"
+        )
 
 
 def _select(names: Sequence[str], patterns: Sequence[str], catalog: Catalog, verb: str) -> set[str]:

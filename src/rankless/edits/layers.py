@@ -51,7 +51,7 @@ class Layers(msgspec.Struct, frozen=True, tag_field="verb", tag="layers", forbid
         order = self._order(count)
         new_of = {old: [new for new, layer in enumerate(order) if layer == old] for old in range(count)}
         pattern = _pattern_of(stack)
-        self._check_prefixes(catalog, stack, pattern)
+        self._check_models(catalog, stack, pattern, count)
 
         def rename(name: str) -> Sequence[str]:
             match = pattern.fullmatch(name)
@@ -85,13 +85,19 @@ class Layers(msgspec.Struct, frozen=True, tag_field="verb", tag="layers", forbid
             raise InvalidArgumentError(f"layers: a model has 1 to {_MOST_LAYERS} layers; these are {len(order)}")
         return order
 
-    def _check_prefixes(self, catalog: Catalog, stack: str, pattern: re.Pattern[str]) -> None:
-        """Raise ``InvalidArgumentError`` if one model has several lists of layers of this name."""
+    def _check_models(self, catalog: Catalog, stack: str, pattern: re.Pattern[str], count: int) -> None:
+        """Raise ``InvalidArgumentError`` if a model has several lists of layers of this name, or another number."""
         for group in catalog.groups_of(MODEL):
-            found = {match[1] for name in catalog.tensors[group] if (match := pattern.fullmatch(name))}
+            matches = [match for name in catalog.tensors[group] if (match := pattern.fullmatch(name))]
+            found = {match[1] for match in matches}
             if len(found) > 1:
                 listed = ", ".join(sorted(prefix.removesuffix(".") for prefix in found)[:5])
                 raise InvalidArgumentError(f"layers: {stack!r} is in {listed}: pass stack= with the whole name of one")
+            if matches and len(layers := {int(match[2]) for match in matches}) < count:
+                raise InvalidArgumentError(
+                    f"layers: {group} has {len(layers)} layers in {stack!r}, and another model {count}: one order does "
+                    "not fit both. Edit a checkpoint that has one of them"
+                )
 
     def _find_stack(self, catalog: Catalog) -> tuple[str, int]:
         """Return the name of the list of layers, and their number."""

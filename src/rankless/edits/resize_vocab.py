@@ -100,7 +100,7 @@ class ResizeVocab(msgspec.Struct, frozen=True, tag_field="verb", tag="resize-voc
             embeddings = {key for (_, name), key in named.items() if _ends_with(name, _EMBEDDINGS)}
             rows = {sizes[key] for key in embeddings}
             heads = {key for (_, name), key in named.items() if _ends_with(name, _HEADS)}
-            keys = embeddings | {key for key in heads if sizes[key] in rows}
+            keys = embeddings | heads if rows else embeddings
         self._check_names(catalog, {key: sizes[key] for key in keys})
         return keys
 

@@ -170,7 +170,7 @@ class EditedReader:
             group
             for group in tensors.keys() | self.original.groups.keys()
             if tensors.get(group, {}).keys() != self.original.groups.get(group, {}).keys()
-            or any(tensor.whole != (0, group, name) for name, tensor in tensors[group].items())
+            or any(tensor.whole != (0, group, name) for name, tensor in tensors.get(group, {}).items())
         }
 
     def has_crcs(self, group: str, name: str) -> bool:

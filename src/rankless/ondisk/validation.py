@@ -56,14 +56,20 @@ def check_tag(tag: object) -> str:
     return tag
 
 
+#: No file of a checkpoint has a larger one.
+_LARGEST_INTEGER = 2**63 - 1
+
+
 def check_integer(argument: str, value: Any, *, smallest: int) -> int:
-    """Return an integer of any type. Raises ``InvalidArgumentError``."""
+    """Return an integer of any type, which files of JSON can have. Raises ``InvalidArgumentError``."""
     try:
         number = operator.index(value)
     except TypeError:
         number = smallest - 1
     if isinstance(value, bool) or number < smallest:
         raise InvalidArgumentError(f"{argument} must be an integer of at least {smallest}; got {value!r}")
+    if number > _LARGEST_INTEGER:
+        raise InvalidArgumentError(f"{argument} must be at most {_LARGEST_INTEGER}; got {value!r}")
     return number
 
 

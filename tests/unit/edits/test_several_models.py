@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import rankless
-from rankless.errors import FormatError, InvalidArgumentError
+from rankless.errors import FormatError, InvalidArgumentError, RanklessError
 from tests.helpers.edit_oracle import Lm, Oracle, make_optimizer, train_steps
 
 
@@ -283,3 +283,68 @@ class TestNumberedStates:
 
     def converted(self, file: Path, tmp_path: Path) -> Path:
         return rankless.convert(file, tmp_path / "same", to="native")
+
+
+class TestStatesThatCannotFollow:
+    def test_numbers_without_states_are_refused_too(self, tmp_path: Path) -> None:
+        model = Lm()
+        optimizer = torch.optim.SGD([{"params": [p], "lr": n + 1.0} for n, p in enumerate(model.parameters())])
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+        for edit in ("layers order=2,1,0", "resize-vocab 12", "upcycle 2 router=zeros"):
+            with pytest.raises(FormatError, match="has only the number"):
+                rankless.edit(tmp_path / "a.pt", tmp_path / "out", [edit])
+            assert not (tmp_path / "out").exists()
+        rankless.load_checkpoint(tmp_path / "a.pt", model=Lm(), edit=["layers order=2,1,0"])
+        with pytest.raises(FormatError, match="has only the number"):
+            rankless.load_checkpoint(tmp_path / "a.pt", model=model, optimizer=optimizer, edit=["layers order=2,1,0"])
+        with pytest.raises(InvalidArgumentError, match="names of parameters"):
+            rankless.edit(tmp_path / "a.pt", tmp_path / "out", ["freeze *"])
+
+    def test_one_vector_for_all_parameters(self, tmp_path: Path) -> None:
+        model = Lm()
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+        tokens = torch.arange(8)
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(tokens), tokens)
+            loss.backward()
+            return loss.item()
+
+        optimizer.step(closure)
+        rankless.save_checkpoint(tmp_path / "run", "a", model, optimizer)
+        for edit in ("layers keep=0", "freeze lm_head.bias", "resize-vocab 12"):
+            with pytest.raises(RanklessError, match="all parameters together|with the names of parameters"):
+                rankless.edit(tmp_path / "run", tmp_path / "out", [edit])
+        rankless.edit(tmp_path / "run", tmp_path / "out", [r"rename ^layers\.=blocks."])
+        assert any("blocks.0" in group for group in Oracle.read(tmp_path / "out").groups[0])
+
+
+def test_models_of_other_depth_are_refused(tmp_path: Path) -> None:
+    rankless.save_checkpoint(tmp_path / "run", "a", {"big": Lm(layers=4), "small": Lm(layers=2)})
+    with pytest.raises(InvalidArgumentError, match="model/small has 2 layers .* another model 4"):
+        rankless.edit(tmp_path / "run", tmp_path / "out", ["layers keep=2,3"])
+
+
+def test_a_head_with_other_rows_than_the_embedding_is_refused(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"embed_tokens": nn.Embedding(100, 4), "lm_head": nn.Linear(4, 128, bias=False)})
+    rankless.save_checkpoint(tmp_path / "run", "a", model)
+    with pytest.raises(InvalidArgumentError, match="100 rows.*128 rows.*pass tensors="):
+        rankless.edit(tmp_path / "run", tmp_path / "out", ["resize-vocab 200"])
+    rankless.edit(tmp_path / "run", tmp_path / "out", ["resize-vocab 200 tensors=embed_tokens.weight"])
+
+
+def test_files_of_the_user_follow(tmp_path: Path) -> None:
+    files = {"notes.txt": b"mine", "data/split.json": b"{}"}
+    rankless.save_checkpoint(tmp_path / "run", "a", Lm(), files=files)
+    for made in (
+        rankless.edit(tmp_path / "run", tmp_path / "edited", ["cast bfloat16"]),
+        rankless.convert(tmp_path / "run", tmp_path / "converted", to="native"),
+    ):
+        assert {name: (made / name).read_bytes() for name in files} == files
+
+
+def test_a_step_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    rankless.save_checkpoint(tmp_path / "run", "a", Lm())
+    with pytest.raises(InvalidArgumentError, match="step must be at most"):
+        rankless.edit(tmp_path / "run", tmp_path / "out", ["cast bfloat16"], step=2**70)

@@ -1,0 +1,112 @@
+"""Optimizer states that cannot follow parameters that move, because they do not say to which of them they belong.
+
+``torch.save`` of an optimizer, and so transformers' ``Trainer`` and Accelerate, write numbers in place of names; a load
+matches them with the parameters of the training. ``LBFGS`` has one vector for all parameters.
+:mod:`rankless.edits.apply_edits` hides such states from a verb, on each rank. They stay as they are if the verb leaves
+parameters in their places, and cannot be read any more if it does not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from rankless.edits.cast import Cast
+from rankless.edits.catalog import OPTIMIZER, Catalog, Tensors
+from rankless.edits.dequantise import Dequantise
+from rankless.edits.rename import Rename
+from rankless.edits.value_changes import ValueChange
+from rankless.formats.reader import Reader, UnreadTensorNote
+from rankless.inspection.placeholders import PlaceholderCodec
+from rankless.ondisk.value_files import BY_NUMBER
+
+#: A number, after that of the optimizer if there are several.
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+
+#: The verbs that leave each parameter in its place, with its shape.
+IN_PLACE = (Cast, Dequantise, Rename)
+
+_ADVICE = (
+    "load the checkpoint into the training and save it with rankless first, or edit the model alone, with model_only"
+)
+
+_NUMBERED = (
+    f"belongs to a parameter of which the checkpoint has only the number, so that it cannot follow the edit: {_ADVICE}"
+)
+
+_FLAT = "belongs to all parameters together, so that it cannot follow parameters that move: edit the model alone"
+
+
+class BoundStates(msgspec.Struct, frozen=True):
+    """The optimizers whose states cannot follow parameters that move: of numbers, and of one vector for all."""
+
+    numbered: frozenset[str] = frozenset()
+    flat: frozenset[str] = frozenset()
+
+
+def find_bound_states(reader: Reader, catalog: Catalog) -> BoundStates:
+    """Return the optimizers of a checkpoint whose states cannot follow. Reads its values."""
+    shared_codec, rank_codec = (PlaceholderCodec(reader.groups.get(group, {})) for group in ("state", "ranks"))
+    shared = reader.read_values(0, shared_codec, rank_codec).shared
+    optimizers = {slot: value for slot, value in shared.items() if slot.partition("/")[0] == OPTIMIZER}
+    return BoundStates(
+        frozenset(slot for slot, value in optimizers.items() if _is_numbered(catalog, slot, value)),
+        frozenset(slot for slot, value in optimizers.items() if any(map(_is_flat, value.get("groups", ())))),
+    )
+
+
+def apply_to_named(
+    apply: Callable[[Catalog], Catalog], catalog: Catalog, bound: BoundStates, *, is_in_place: bool
+) -> Catalog:
+    """Return the catalog after a verb is applied, which does not see states that cannot follow.
+
+    ``is_in_place``: the verb is one of :data:`IN_PLACE`.
+    """
+    hidden = bound.numbered if is_in_place else bound.numbered | bound.flat
+    held = {group: catalog.tensors.get(group, {}) for group in sorted(hidden)}
+    others = {group: tensors for group, tensors in catalog.tensors.items() if group not in held}
+    changed = apply(replace(catalog, tensors=others))
+    before = len(catalog.value_changes)
+    changes = tuple(_leave(change, held) for change in changed.value_changes[before:])
+    kept = {group: tensors for group, tensors in held.items() if is_in_place and group in catalog.tensors}
+    return replace(
+        changed,
+        tensors={**changed.tensors, **kept},
+        value_changes=(*changed.value_changes[:before], *changes),
+        unread=(*changed.unread, *(() if is_in_place else _describe(held, bound))),
+    )
+
+
+def _is_numbered(catalog: Catalog, slot: str, optimizer: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer has numbers in place of the names of parameters."""
+    names = {name for group in optimizer.get("groups", ()) for name in group["params"]}
+    if not names or optimizer.get(BY_NUMBER):
+        return bool(names)
+    owners = (catalog.owner_of(slot, name) for name in names)
+    has_names = any(name in catalog.tensors.get(model, {}) for model, name in owners)
+    return not has_names and all(map(_NUMBER.fullmatch, names))
+
+
+def _is_flat(group: Mapping[str, Any]) -> bool:
+    """Return whether the states of a parameter group are of all its parameters together: those of ``LBFGS`` are."""
+    return str(group.get("class")).rpartition(".")[2] == "LBFGS"
+
+
+def _describe(held: Mapping[str, Tensors], bound: BoundStates) -> Iterator[UnreadTensorNote]:
+    for group, tensors in held.items():
+        why = _NUMBERED if group in bound.numbered else _FLAT
+        yield from (UnreadTensorNote(group, key, why) for key in tensors or ("0",))
+
+
+def _leave(change: ValueChange, held: Collection[str]) -> ValueChange:
+    """Return the same change, which leaves the values of some optimizers as they are."""
+
+    def change_others(shared: Mapping[str, Any]) -> Mapping[str, Any]:
+        changed = change({slot: value for slot, value in shared.items() if slot not in held})
+        return {slot: value if slot in held else changed[slot] for slot, value in shared.items()}
+
+    return change_others
