@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from rankless.conversion.target import ConversionSource
 from rankless.engine.io.checkpoint_files import CheckpointFiles, UnchangedBlocks
@@ -17,17 +16,12 @@ from rankless.formats.edited_reader import EditedReader, StoredKey
 from rankless.formats.native import NativeReader
 from rankless.formats.remapped_reader import underlying_reader
 from rankless.ondisk.manifest import FileRecord
-from rankless.save.base_checkpoint import BaseFile
-from rankless.save.base_files import link_equal_file
+from rankless.save.equal_file import StoredFile, link_equal_file
 from rankless.storage.links_and_clones import Sharing, identify_file
 from rankless.storage.store import store_of
 
-
-class StoredFile(NamedTuple):
-    """A file of a checkpoint that is edited, and its record in the manifest."""
-
-    path: Path
-    record: FileRecord
+#: A file of a checkpoint that is edited, and its record in the manifest.
+RecordedFile = tuple[Path, FileRecord]
 
 
 def link_equal_files(source: ConversionSource, files: CheckpointFiles) -> UnchangedBlocks:
@@ -38,11 +32,9 @@ def link_equal_files(source: ConversionSource, files: CheckpointFiles) -> Unchan
     plan, sharing = files.plan, Sharing()
     linked: set[int] = set()
     crcs: dict[int, dict[int, int]] = {}
-    for number, stored in find_equal_files(source, plan).items():
-        identity, file = identify_file(stored.path), plan.files[number]
-        if identity is None:
-            continue
-        by_name = link_equal_file(stored.path, BaseFile(identity, stored.record), files.folder, file, sharing)
+    for number, (path, record) in find_equal_files(source, plan).items():
+        identity, file = identify_file(path), plan.files[number]
+        by_name = identity and link_equal_file(StoredFile(path, identity, record), files.folder, file, sharing)
         if by_name is not None:
             linked.add(number)
             tensors = zip(plan.tensors_by_file[number], file.entries, strict=True)
@@ -50,7 +42,7 @@ def link_equal_files(source: ConversionSource, files: CheckpointFiles) -> Unchan
     return UnchangedBlocks(frozenset(linked), crcs)
 
 
-def find_equal_files(source: ConversionSource, plan: SavePlan) -> Mapping[int, StoredFile]:
+def find_equal_files(source: ConversionSource, plan: SavePlan) -> Mapping[int, RecordedFile]:
     """Return the stored file that each planned file may be equal to, by the number of the planned one.
 
     All tensors of such a file are stored ones of one native checkpoint on a file system. The caller compares headers,
@@ -59,7 +51,7 @@ def find_equal_files(source: ConversionSource, plan: SavePlan) -> Mapping[int, S
     reader = underlying_reader(source.reader)
     if not isinstance(reader, EditedReader):
         return {}
-    equal: dict[int, StoredFile] = {}
+    equal: dict[int, RecordedFile] = {}
     for number, tensors in enumerate(plan.tensors_by_file):
         keys = [plan.tensors[tensor] for tensor in tensors]
         stored = [_stored_key(source, reader, key) for key in keys]
@@ -69,7 +61,7 @@ def find_equal_files(source: ConversionSource, plan: SavePlan) -> Mapping[int, S
         ):
             original = reader.readers[first.source]
             file = _file_of(original, first) if isinstance(original, NativeReader) else None
-            if file is not None and not store_of(file.path).is_remote:
+            if file is not None and not store_of(file[0]).is_remote:
                 equal[number] = file
     return equal
 
@@ -81,9 +73,9 @@ def _stored_key(source: ConversionSource, reader: EditedReader, key: tuple[str, 
     return tensor.whole if tensor is not None and tensor.info == source.selected.infos[key] else None
 
 
-def _file_of(reader: NativeReader, key: StoredKey) -> StoredFile | None:
+def _file_of(reader: NativeReader, key: StoredKey) -> RecordedFile | None:
     """Return the file of a stored tensor; ``None`` if it has no bytes."""
     for extent in reader.find_extents(key.group, key.name, 0, reader.groups[key.group][key.name].nbytes):
         if isinstance(extent.file, Path):
-            return StoredFile(extent.file, reader.manifest.files[str(extent.file.relative_to(reader.path))])
+            return (extent.file, reader.manifest.files[str(extent.file.relative_to(reader.path))])
     return None

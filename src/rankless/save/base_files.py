@@ -10,9 +10,7 @@ unchanged bytes", and checks the links in the commit. The check must be the last
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -22,12 +20,12 @@ from rankless.engine.io.checkpoint_files import CheckpointFiles, UnchangedBlocks
 from rankless.engine.plan.element_ranges import ElementRange, merge_ranges
 from rankless.engine.plan.omitted_ranges import OmittedRanges, whole_files
 from rankless.engine.plan.save_plan import SavePlan
-from rankless.errors import CorruptCheckpointError, FormatError, StorageError
-from rankless.formats.safetensors import SafetensorsFile
+from rankless.errors import CorruptCheckpointError
 from rankless.ondisk import block_crcs
 from rankless.ondisk.data_files import DataFile
 from rankless.ondisk.manifest import FileRecord
 from rankless.save.base_checkpoint import BaseCheckpoint, BaseFile
+from rankless.save.equal_file import StoredFile, link_equal_file
 from rankless.save.shared_files import SettledFiles
 from rankless.storage import posix
 from rankless.storage.links_and_clones import MIN_CLONE_BYTES, Sharing, is_fragmented, make_read_only
@@ -94,7 +92,8 @@ class BaseFiles(msgspec.Struct, dict=True):
         base_file = self.base.files.get(file.path)
         if base_file is None:
             return False
-        crcs = link_equal_file(self.base.path / file.path, base_file, self.files.folder, file, self.sharing)
+        stored = StoredFile(self.base.path / file.path, *base_file)
+        crcs = link_equal_file(stored, self.files.folder, file, self.sharing)
         if crcs is not None:
             self.crcs |= {tensor: crcs[name] for tensor, name in self._tensors_of(number)}
         return crcs is not None
@@ -176,31 +175,6 @@ class BaseFiles(msgspec.Struct, dict=True):
     def _tensors_of(self, number: int) -> list[tuple[int, str]]:
         """Return the numbers and names of the tensors of a file."""
         return list(zip(self._plan.tensors_by_file[number], self._plan.files[number].entries, strict=True))
-
-
-def link_equal_file(
-    path: Path, stored: BaseFile, folder: Path, file: DataFile, sharing: Sharing
-) -> Mapping[str, list[int]] | None:
-    """Link a file of a checkpoint as a file of a new one in ``folder``, if its header is what the new one has.
-
-    Return the CRCs of the blocks of its tensors, by name. Return ``None``, and leave nothing, if it has another layout,
-    or cannot be linked.
-
-    Incremental saves and edits call it on rank 0, before the other files are created.
-    """
-    if stored.identity.size != file.size:
-        return None
-    target = folder / file.path
-    posix.make_parents(folder, file.path)
-    if not sharing.link_file(path, target, stored.identity):
-        return None
-    with suppress(CorruptCheckpointError, FormatError, StorageError):  # of a header that cannot be read: no link
-        crcs = SafetensorsFile.open(target, stored.record).crcs
-        header = file.build_header(itertools.chain(*(crcs.get(name, []) for name in file.entries)))
-        if f"{block_crcs.crc64(header):016x}" == stored.record.header_crc64nvme:
-            return crcs
-    posix.remove_file(target)
-    return None
 
 
 def _block_in_file(file: DataFile, name: str, block: int) -> ElementRange:

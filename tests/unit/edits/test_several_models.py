@@ -314,7 +314,7 @@ class TestStatesThatCannotFollow:
         optimizer.step(closure)
         rankless.save_checkpoint(tmp_path / "run", "a", model, optimizer)
         for edit in ("layers keep=0", "freeze lm_head.bias", "resize-vocab 12"):
-            with pytest.raises(RanklessError, match="all parameters together|with the names of parameters"):
+            with pytest.raises(RanklessError, match=r"all parameters together|with the names of parameters"):
                 rankless.edit(tmp_path / "run", tmp_path / "out", [edit])
         rankless.edit(tmp_path / "run", tmp_path / "out", [r"rename ^layers\.=blocks."])
         assert any("blocks.0" in group for group in Oracle.read(tmp_path / "out").groups[0])
@@ -322,20 +322,20 @@ class TestStatesThatCannotFollow:
 
 def test_models_of_other_depth_are_refused(tmp_path: Path) -> None:
     rankless.save_checkpoint(tmp_path / "run", "a", {"big": Lm(layers=4), "small": Lm(layers=2)})
-    with pytest.raises(InvalidArgumentError, match="model/small has 2 layers .* another model 4"):
+    with pytest.raises(InvalidArgumentError, match=r"model/small has 2 layers .* another model 4"):
         rankless.edit(tmp_path / "run", tmp_path / "out", ["layers keep=2,3"])
 
 
 def test_a_head_with_other_rows_than_the_embedding_is_refused(tmp_path: Path) -> None:
     model = nn.ModuleDict({"embed_tokens": nn.Embedding(100, 4), "lm_head": nn.Linear(4, 128, bias=False)})
     rankless.save_checkpoint(tmp_path / "run", "a", model)
-    with pytest.raises(InvalidArgumentError, match="100 rows.*128 rows.*pass tensors="):
+    with pytest.raises(InvalidArgumentError, match=r"100 rows.*128 rows.*pass tensors="):
         rankless.edit(tmp_path / "run", tmp_path / "out", ["resize-vocab 200"])
     rankless.edit(tmp_path / "run", tmp_path / "out", ["resize-vocab 200 tensors=embed_tokens.weight"])
 
 
 def test_files_of_the_user_follow(tmp_path: Path) -> None:
-    files = {"notes.txt": b"mine", "data/split.json": b"{}"}
+    files = {"notes.txt": b"mine", "split.json": b"{}"}
     rankless.save_checkpoint(tmp_path / "run", "a", Lm(), files=files)
     for made in (
         rankless.edit(tmp_path / "run", tmp_path / "edited", ["cast bfloat16"]),
