@@ -24,9 +24,10 @@ class Rename(msgspec.Struct, frozen=True, tag_field="verb", tag="rename", forbid
     def apply(self, catalog: Catalog) -> Catalog:
         """Return the catalog with other names. Raises ``InvalidArgumentError`` if two would be equal."""
         changes: list[Change] = []
+        matched: set[str] = set()
 
         def rename(name: str) -> Sequence[str]:
-            return (self._rename(name),)
+            return (self._rename(name, matched),)
 
         def move(parameter: Parameter) -> Sequence[Parameter] | None:
             (name,) = rename(parameter.name)
@@ -35,14 +36,20 @@ class Rename(msgspec.Struct, frozen=True, tag_field="verb", tag="rename", forbid
             changes.append(Change(parameter.group, f"{parameter.name}: now {name}"))
             return [replace(parameter, name=name)]
 
-        return map_parameters(catalog, move, rename).with_changes(changes)
+        renamed = map_parameters(catalog, move, rename).with_changes(changes)
+        if unused := [pattern for pattern in self.names if pattern not in matched]:
+            raise InvalidArgumentError(f"rename: {catalog.label} has no parameter with {unused[0]!r} in its name")
+        return renamed
 
-    def _rename(self, name: str) -> str:
+    def _rename(self, name: str, matched: set[str]) -> str:
+        """Return the new name of a parameter. Add the expressions that it matches to ``matched``."""
         for pattern, replacement in self.names.items():
             try:
-                name = re.sub(pattern, replacement, name)
+                name, count = re.subn(pattern, replacement, name)
             except (re.error, IndexError) as error:
                 raise InvalidArgumentError(f"rename: {pattern!r} with {replacement!r}: {error}") from error
+            if count:
+                matched.add(pattern)
         if not name:
             raise InvalidArgumentError("rename: a parameter would have no name")
         return name

@@ -171,8 +171,11 @@ class LoadOperation:
             self._tier.finish(self._session, self._manifest, self.selected.generation, base)
         result = self._build_result(reader, targets, verified=verified)
         self._reporter.report_unread(folder, [note[:3] for note in reader.unread if note.group == CONTENT])
-        self._reporter.report_not_requested(folder, result.not_requested)
-        self._reporter.report_loaded(folder, result.step, plan.nbytes, verified=verified)
+        # Trainers load the model by themselves, and then the rest: a line about each part would be of no use.
+        has_model = any(name.partition("/")[0] == MODEL for name in self._request.training.component_names())
+        if has_model:
+            self._reporter.report_not_requested(folder, result.not_requested)
+        self._reporter.report_loaded(folder, result.step, plan.nbytes, verified=verified, is_part=not has_model)
         if self._missing:
             warn_caller(f"loaded {folder}, but not all that was asked for:\n{format_lines(self._missing)}")
         if self._differences:

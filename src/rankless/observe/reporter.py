@@ -155,10 +155,17 @@ class EventReporter:
             _log.log(self._level, "%s also has, and nothing was passed for: %s", path, ", ".join(components))
 
     @traced("report", "report")
-    def report_loaded(self, path: Path, step: float | None, nbytes: int, *, verified: bool) -> None:
-        """Report that a load is complete; this rank has read ``nbytes`` bytes."""
+    def report_loaded(
+        self, path: Path, step: float | None, nbytes: int, *, verified: bool, is_part: bool = False
+    ) -> None:
+        """Report that a load is complete; this rank has read ``nbytes`` bytes. ``is_part``: it has no model."""
         event = Loaded(path, step, nbytes, self.elapsed_seconds(), verified)
-        _log.log(self._level, "loaded %s: %s", path, _format_transfer(nbytes, event.seconds, suffix=" a rank"))
+        _log.log(
+            logging.DEBUG if is_part else self._level,
+            "loaded %s: %s",
+            path,
+            _format_transfer(nbytes, event.seconds, suffix=" a rank"),
+        )
         self._notify(event)
 
     def _notify(self, event: Event) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,10 @@ def draw_verb(draw: Any, oracle: Oracle, count: int) -> str:
         oracle.reorder(order)
         return f"layers order={','.join(map(str, order))}"
     if kind == "rename":
-        pattern, new = draw(st.sampled_from([(r"^layers\.", "net.layers."), (r"\.norm\.", ".ln."), (r"^net\.", "")]))
+        pairs = [(r"^layers\.", "net.layers."), (r"\.norm\.", ".ln."), (r"^net\.", "")]
+        pattern, new = draw(
+            st.sampled_from([pair for pair in pairs if any(re.search(pair[0], name) for name in oracle.names())])
+        )
         oracle.rename(pattern, new)
         return f"rename {pattern}={new}".replace("\\", "\\\\")
     if kind == "cast":

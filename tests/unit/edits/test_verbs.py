@@ -463,3 +463,8 @@ def test_adapters_are_refused(tmp_path: Path) -> None:
     rankless.save_checkpoint(tmp_path / "run", "a", model=model)
     with pytest.raises(InvalidArgumentError, match="has PEFT adapters, which do not follow"):
         rankless.edit(tmp_path / "run", tmp_path / "out", ["layers keep=0"])
+
+
+def test_a_rename_that_changes_nothing_is_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="no parameter with '\\^nothing' in its name"):
+        rankless.edit(run, tmp_path / "out", ["rename ^nothing=x"])
