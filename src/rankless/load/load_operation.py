@@ -172,7 +172,7 @@ class LoadOperation:
         result = self._build_result(reader, targets, verified=verified)
         self._reporter.report_unread(folder, [note[:3] for note in reader.unread if note.group == CONTENT])
         # Trainers load the model by themselves, and then the rest: a line about each part would be of no use.
-        has_model = any(name.partition("/")[0] == MODEL for name in self._request.training.component_names())
+        has_model = self._request.training.model is not None
         if has_model:
             self._reporter.report_not_requested(folder, result.not_requested)
         self._reporter.report_loaded(folder, result.step, plan.nbytes, verified=verified, is_part=not has_model)

@@ -77,7 +77,7 @@ def test_all_that_torchs_have_is_there(tmp_path: Path, theirs: type, mine: type)
 @pytest.mark.parametrize(("theirs", "mine"), PAIRS)
 def test_the_guide_lists_all_arguments(theirs: type, mine: type) -> None:
     guide = (Path(__file__).parents[3] / "docs/dcp.md").read_text()
-    missing = [name for name in {**parameters(theirs), **parameters(mine)} if f"| `{name}` |" not in guide]
+    missing = [name for name in {**parameters(theirs), **parameters(mine)} if f"- `{name}`: " not in guide]
     assert not missing
 
 
