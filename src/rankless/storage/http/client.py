@@ -154,7 +154,7 @@ class ObjectClient:
                 raise _refusal(request, response, code, is_repeated=attempts.may_have_had_effect)
 
     def _send_once(self, request: ObjectRequest) -> HttpResponse:
-        """Return the answer to a request. Raises ``NoAnswerError`` if there is none, or if it is not the service's."""
+        """Return the answer to a request. Raises ``StorageError`` if there is none, or if it is not the service's."""
         address = self._service.address_of(request.path)
         try:
             response = self._pool.send(address, self._service.sign_request(request))
