@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.data import DataLoader
 
 import rankless
 from rankless.errors import FormatError, MismatchError, OptimizerMismatchError
@@ -79,3 +84,45 @@ def test_the_names_of_a_file_of_which_no_tensor_can_be_read_are_an_error(tmp_pat
     checkpoint = rankless.open(tmp_path / "x.pt")
     with pytest.raises(FormatError, match="DTensor"):
         checkpoint.keys()
+
+
+def test_a_model_without_any_tensor_of_the_checkpoint_is_not_loaded_as_if_it_had_some(tmp_path: Path) -> None:
+    rankless.save_checkpoint(tmp_path, "a", nn.Sequential(nn.Linear(3, 3)))
+    model = nn.ModuleDict({"net": nn.Linear(3, 3)})
+    with pytest.raises(MismatchError, match=r"'net\.bias' is here, and '0\.bias' there.*rename PATTERN=NEW"):
+        rankless.load_checkpoint(tmp_path, model=model, strict=False)
+    rankless.load_checkpoint(tmp_path, model=model, strict=False, edit=[r"rename ^0=net"])
+    rankless.load_checkpoint(tmp_path, model=model, strict=False, allow_missing=["model"])
+
+
+def test_mistakes_of_a_first_day_say_what_to_do(tmp_path: Path) -> None:
+    @dataclass
+    class Config:
+        rate: float = 0.1
+
+    model = nn.Linear(3, 3)
+    optimizer = train(model)
+    rankless.save_checkpoint(tmp_path / "run", "step_1", model, optimizer, step=1)
+    torch.save({"model": model.state_dict()}, tmp_path / "model.pt")
+    mistakes: list[tuple[str, Callable[[], object]]] = [
+        ("create AdamW, or leave out", lambda: restore(tmp_path / "run", model, torch.optim.SGD(model.parameters()))),
+        ("pass another path", lambda: restore(tmp_path / "run", nn.Linear(4, 4))),
+        ("dataclasses.asdict", lambda: save(tmp_path / "b", model, user_content={"config": Config()})),
+        ("ResumableLoader", lambda: save(tmp_path / "b", model, dataloader=DataLoader([1, 2]))),
+        ("another one uses the same run directory", lambda: save(tmp_path / "run", model)),
+        ("init_from", lambda: rankless.Checkpointer(tmp_path / "model.pt", model=model, save_every=1).resume()),
+        ("did you mean 'keep'", lambda: rankless.Checkpointer(tmp_path, model=model, keep_last=3)),
+        ("StreamLoader", lambda: rankless.ResumableLoader(iter([1]), batch_size=1)),
+        ("call resume()", lambda: rankless.Checkpointer(tmp_path / "run", model=model, save_every=1).step(2)),
+    ]
+    for advice, mistake in mistakes:
+        with pytest.raises((rankless.errors.RanklessError, TypeError), match=re.escape(advice)):
+            mistake()
+
+
+def save(path: Path, model: nn.Module, **options: Any) -> None:
+    rankless.save_checkpoint(path, "step_1", model, **options)
+
+
+def restore(path: Path, *objects: Any) -> None:
+    rankless.restore(path, None, *objects)

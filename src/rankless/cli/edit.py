@@ -67,7 +67,7 @@ def edit(  # noqa: PLR0917 - the options of a command
     if bool(edits) == bool(recipe):
         raise InvalidArgumentError("pass edits such as 'resize-vocab 50304', or --recipe FILE")
     if bool(output) == dry_run:
-        raise InvalidArgumentError("pass --output PATH, or --dry-run to see what would change")
+        raise InvalidArgumentError("pass one of --output PATH and --dry-run, which only shows what would change")
     chosen: str | list[str] = recipe or edits or []
     source, keys = resolve_path(checkpoint, tag), parse_keys(key)
     if output is None:

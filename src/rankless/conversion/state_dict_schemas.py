@@ -185,7 +185,9 @@ def _tensors_by_parameter(slot: str, groups: Groups) -> dict[str, dict[str, Any]
 def _check_for_lightning(groups: Groups, values: Mapping[str, Any]) -> None:
     """Raise ``InvalidArgumentError`` if Lightning has no place for a component."""
     if "model" not in groups:
-        raise InvalidArgumentError("a Lightning checkpoint needs a model, but the source has none: name it by keys")
+        several = ", ".join(sorted(slot for slot in {*groups, *values} if slot.startswith("model/")))
+        found = f"the source has {several}: choose one" if several else "the source has none: name it"
+        raise InvalidArgumentError(f"a Lightning checkpoint needs a model, but {found} by keys")
     kinds = {"model", "optimizer", "scheduler"}
     others = sorted(slot for slot in {*groups, *values} if "/" in slot and slot.partition("/")[0] in kinds)
     if others:

@@ -6,6 +6,7 @@ opened. :func:`encode_recipe` returns the text that manifests record, and by whi
 
 from __future__ import annotations
 
+import re
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -161,6 +162,10 @@ def _parse_integer(text: str) -> Any:
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else text  # noqa: PLR2004 - digits
 
 
+#: How msgspec says that an argument is missing.
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+
+
 def _convert(arguments: Any, where: str = "") -> Verb:
     name = arguments.get("verb") if isinstance(arguments, Mapping) else None
     verb = VERBS.get(name) if isinstance(name, str) else None
@@ -170,5 +175,6 @@ def _convert(arguments: Any, where: str = "") -> Verb:
         converted: Verb = msgspec.convert(dict(arguments), verb)
         msgspec.json.encode(converted)  # text that is no Unicode
     except (msgspec.ValidationError, UnicodeEncodeError, RecursionError) as error:
-        raise InvalidArgumentError(f"{where}{name}: {error}") from error
+        text = _MISSING.sub(r"pass \1=", str(error))
+        raise InvalidArgumentError(f"{where}{name}: {text}") from error
     return converted

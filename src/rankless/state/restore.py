@@ -439,6 +439,9 @@ class LoadTargets:
                 self._add_target((slot, source), target)
                 self.filled.add((slot, name))
                 loaded.add(source)
+        may_be_empty = slot in self._policy.allow_missing or bool(self.report.different)
+        if view.tensors and stored and not loaded and not may_be_empty:
+            self.report.different.append(_describe_strangers(slot, view.tensors, stored))
         for name in view.left_out:
             if name not in stored:  # else it is unexpected
                 self.report.add_missing(_component_of(slot), name, is_optional=True)
@@ -771,6 +774,15 @@ def list_merged(known: Mapping[str, Collection[str]]) -> list[Merged]:
 
 def _without(table: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in table.items() if name not in names}
+
+
+def _describe_strangers(slot: str, names: Collection[str], stored: Collection[str]) -> str:
+    """Describe a model that has no tensor of the checkpoint: ``strict=False`` does not mean to load nothing."""
+    here, there = (min(of_either) for of_either in (names, stored))
+    return (
+        f"{slot}: it has no tensor of the checkpoint: {here!r} is here, and {there!r} there. If only the names differ, "
+        f"pass edit=['rename PATTERN=NEW']; if it is to stay as it is, allow_missing=[{slot!r}]"
+    )
 
 
 def _component_of(group: str) -> str:

@@ -393,7 +393,7 @@ class TestRecipes:
 
     def test_the_command_says_what_is_missing(self, run: Path, tmp_path: Path) -> None:
         assert "pass edits such as" in invoke("edit", run, "-o", tmp_path / "x", code=2).stderr
-        assert "pass --output PATH, or --dry-run" in invoke("edit", run, "cast bfloat16", code=2).stderr
+        assert "pass one of --output PATH and --dry-run" in invoke("edit", run, "cast bfloat16", code=2).stderr
 
 
 class TestDequantising:
