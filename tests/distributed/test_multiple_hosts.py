@@ -246,11 +246,11 @@ def convert_on_hosts(source: str, output: str, to: str, as_one: bool, dtype: str
 
     cache, write = WriteBackCache(), folder_output.write_file_ranges
 
-    def read_then_write(files: Sequence[Path], *arguments: Any) -> Any:
+    def read_then_write(files: Sequence[Path], *arguments: Any, **options: Any) -> Any:
         for folder in {file.parent for file in files}:
             cache.read_files(folder)
         dist.barrier()
-        return write(files, *arguments)
+        return write(files, *arguments, **options)
 
     host = 0 if as_one else dist.get_rank()
     with (

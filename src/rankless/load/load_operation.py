@@ -120,6 +120,10 @@ _encode = msgspec.msgpack.Encoder().encode
 _EncodedSpec = tuple[bytes, bytes]
 
 
+#: What to do if a checkpoint has tensors of other shapes.
+_OTHER_MODEL = "If this is another model, pass another path. To change a checkpoint, see rankless.edit."
+
+
 class LoadOperation:
     """The steps of one load; each ends in a vote.
 
@@ -313,7 +317,8 @@ class LoadOperation:
                 if not are_equal(reader, *merged):
                     dropped.append(merged)
                     targets.add_dropped(*merged)
-            targets.check_matches({(tensor.group, tensor.name) for tensor in tensors}, known_names, str(reader.path))
+            requested = {(tensor.group, tensor.name) for tensor in tensors}
+            targets.check_matches(requested, known_names, str(reader.path), advice=_OTHER_MODEL)
             self._check_refilled(targets, reader.path)
             exchanges = exchange and exchange_is_needed and self._session.size > 1
             return Reads.build(reader, targets, tensors, self._ranks, exchange=exchanges)

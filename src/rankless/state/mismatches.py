@@ -120,18 +120,21 @@ class MismatchReport(msgspec.Struct):
         ]
         return reasons[: _SHOWN + 1]
 
-    def raise_if_any(self, policy: RestorePolicy, source: str) -> None:
-        """Raise a ``MismatchError`` that names all mismatches which the policy does not allow."""
+    def raise_if_any(self, policy: RestorePolicy, source: str, advice: str = "") -> None:
+        """Raise a ``MismatchError`` that names all mismatches which the policy does not allow.
+
+        ``advice`` says what to do if something is different.
+        """
         refused, unexpected = self.refused_components(policy), self.refused_names(policy)
         lines = self.different + [reason for component, reason in self.reasons if not policy.may_be_missing(component)]
         lines += [f"only in the checkpoint: {name}" for name in unexpected]
         if lines:
             arguments = _suggest_arguments(refused, unexpected)
-            advice = f"\nPass {arguments}." if policy.strict else ""
-            if self.different:
-                advice = "\nIf this is another model, pass another path. To change a checkpoint, see rankless.edit."
+            if not self.different:
+                advice = f"Pass {arguments}." if policy.strict else ""
             raise MismatchError(
-                f"{source} does not match what it is loaded into; nothing was changed:\n{format_lines(lines)}{advice}"
+                f"{source} does not match what it is loaded into; nothing was changed:\n{format_lines(lines)}"
+                + (f"\n{advice}" if advice else "")
             )
 
 

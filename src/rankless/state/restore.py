@@ -273,12 +273,19 @@ class LoadTargets:
             self.inventory.names[_MERGED] = [msgspec.json.encode(pair).decode() for pair in sorted(self._merged)]
 
     def check_matches(
-        self, requested: set[tuple[str, str]], known: Mapping[str, set[str]], source: str, *, is_part: bool = False
+        self,
+        requested: set[tuple[str, str]],
+        known: Mapping[str, set[str]],
+        source: str,
+        *,
+        is_part: bool = False,
+        advice: str = "",
     ) -> None:
         """Raise ``MismatchError`` with all mismatches, once the requests of all ranks are known.
 
         ``requested`` are the stored tensors that any rank requests, ``known`` the other names that any rank knows. If
-        all ranks together request only a part (``is_part``), names that no rank knows are not unexpected.
+        all ranks together request only a part (``is_part``), names that no rank knows are not unexpected. ``advice``
+        says what to do if shapes differ.
 
         Each rank calls it in the last vote before anything changes.
         """
@@ -300,7 +307,7 @@ class LoadTargets:
         targeted = {id(target.local) for target in self._iterate_targets()}
         self.report.different += self._meta_models.find_uninitialized(targeted)
         self._suggest_keys()
-        self.report.raise_if_any(self._policy, source)
+        self.report.raise_if_any(self._policy, source, advice)
 
     @property
     def user_content(self) -> Any:
@@ -439,9 +446,8 @@ class LoadTargets:
                 self._add_target((slot, source), target)
                 self.filled.add((slot, name))
                 loaded.add(source)
-        may_be_empty = slot in self._policy.allow_missing or bool(self.report.different)
-        if view.tensors and stored and not loaded and not may_be_empty:
-            self.report.different.append(_describe_strangers(slot, view.tensors, stored))
+        if view.tensors and stored and not loaded and not self.report.different:
+            self.report.reasons.insert(0, (_component_of(slot), _describe_strangers(slot, view.tensors, stored)))
         for name in view.left_out:
             if name not in stored:  # else it is unexpected
                 self.report.add_missing(_component_of(slot), name, is_optional=True)
@@ -777,11 +783,11 @@ def _without(table: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]
 
 
 def _describe_strangers(slot: str, names: Collection[str], stored: Collection[str]) -> str:
-    """Describe a model that has no tensor of the checkpoint: ``strict=False`` does not mean to load nothing."""
+    """Describe a model that has no tensor of the checkpoint, which ``strict=False`` hardly means."""
     here, there = (min(of_either) for of_either in (names, stored))
     return (
-        f"{slot}: it has no tensor of the checkpoint: {here!r} is here, and {there!r} there. If only the names differ, "
-        f"pass edit=['rename PATTERN=NEW']; if it is to stay as it is, allow_missing=[{slot!r}]"
+        f"{slot}: NOTHING is loaded: it has no tensor of the checkpoint; {here!r} is here, and {there!r} there. If "
+        "only the names differ, pass edit=['rename PATTERN=NEW']"
     )
 
 
