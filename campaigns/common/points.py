@@ -95,7 +95,7 @@ SAVE_POINTS = (
         condition="buckets of ranks",
     ),
     Point("CRCs reported", _POST, after=True, phase="writing", may_be_committed=True),
-    Point("writing headers", "rankless.ondisk.data_files.DataFile.build_header", rank_0_only=True),
+    Point("writing headers", "rankless.ondisk.data_files.DataFile.build_header_from_text", rank_0_only=True),
     Point("writing small files", "rankless.engine.io.checkpoint_files._write_small", rank_0_only=True),
     Point("syncing files and directories", "rankless.storage.posix.fsync_path", rank_0_only=True),
     Point("publishing", f"{_STAGING}.publish", rank_0_only=True, condition="a new name"),
