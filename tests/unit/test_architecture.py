@@ -226,7 +226,7 @@ def test_a_save_and_a_load_run_few_modules_and_functions(first_use: dict[str, An
     Both last rose with the history of a run, when all ranks got the error of a wrong argument of one of them, and when
     the layout of a run became an object that is asked, instead of a question about the path in each function. Both
     last rose when the history and the journal left the folders that frameworks list, and that of a load when
-    checkpoints could be edited.
+    checkpoints could be edited, and by one function when rank 0 kept the CRCs of all ranks as columns.
     """
     (save_modules, save_functions), (load_modules, load_functions) = first_use["ran"]
     assert save_modules <= 121

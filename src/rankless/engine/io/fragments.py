@@ -62,7 +62,8 @@ class FragmentTable(NamedTuple):
 class GatheredFragments(Mapping[int, Sequence[Fragment]]):
     """Merged fragments of all ranks by the number of the tensor. ``table`` has them sorted, as columns.
 
-    There may be hundreds of thousands, so they become objects only for the tensors that are asked for.
+    There may be hundreds of thousands, so they become objects only for the tensors that are asked for. Rank 0 has one
+    in the decision of a vote on CRCs, and so has each rank that opens a generation of a local tier.
     """
 
     def __init__(self, table: FragmentTable) -> None:
