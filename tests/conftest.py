@@ -1,3 +1,4 @@
+import gc
 import signal
 from collections.abc import Iterator
 from unittest import mock
@@ -72,6 +73,13 @@ def ranks() -> Iterator[Ranks]:
 def use_one_thread() -> None:
     """Undo what an earlier test has changed: Accelerate sets the number of threads of its process."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def without_garbage() -> None:
+    """For tests that decode values nested without end: a decoder that is deep in them allocates and so collects what
+    earlier tests left, whose finalizers then have no frames to run in and are reported as errors of this test."""
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)

@@ -201,6 +201,7 @@ def test_a_pin_waits_for_a_removal_that_stalls(fake: FakeStore) -> None:
     check_nothing_is_left(fake)
 
 
+@pytest.mark.usefixtures("without_garbage")
 @pytest.mark.parametrize("content", [b'{"id": "\xff\xfe"}', b'{"x":' + b"[" * 200_000, b"", bytes(2000)])
 def test_garbage_in_the_place_of_pointers_and_pins_stops_no_other_checkpoint(fake: FakeStore, content: bytes) -> None:
     run = run_path()

@@ -37,7 +37,7 @@ from tests.helpers.sealed_checkpoints import (
     seal_manifest,
 )
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("without_garbage")]
 
 
 NESTED = ["[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000]

@@ -135,6 +135,7 @@ def test_a_checkpoint_with_this_very_tag_is_preferred(run: Path) -> None:
         rankless.set_alias(run, "production", "b")
 
 
+@pytest.mark.usefixtures("without_garbage")
 def test_an_alias_whose_file_is_corrupt_is_an_error_for_who_uses_it(run: Path) -> None:
     rankless.set_alias(run, "production", "b")
     rankless.set_alias(run, "old", "a")

@@ -372,6 +372,7 @@ class TestMerging:
             assert len(set(foreign)) == 2
             assert 0 not in foreign
 
+    @pytest.mark.usefixtures("without_garbage")
     @pytest.mark.parametrize(
         "text",
         [

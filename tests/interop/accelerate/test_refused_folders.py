@@ -107,6 +107,7 @@ def test_a_file_that_is_no_optimizer_is_named(folder: Callable[[str], SavedRun],
         rankless.open(run.folder)
 
 
+@pytest.mark.usefixtures("without_garbage")
 @pytest.mark.parametrize("raw", [b"[]", b"{", b"[" * 100_000, b"\xff"])
 def test_a_corrupt_state_of_the_trainer_is_named(folder: Callable[[str], SavedRun], raw: bytes) -> None:
     run = folder("trainer_plain_w1")

@@ -227,6 +227,7 @@ def test_another_configuration_is_named(tmp_path: Path, writer: str) -> None:
         load(model, tmp_path)
 
 
+@pytest.mark.usefixtures("without_garbage")
 @pytest.mark.parametrize("content", [b"[]", b"garbage", b"[" * 100_000])
 def test_a_configuration_that_cannot_be_read_does_not_prevent_a_load(tmp_path: Path, content: bytes) -> None:
     model, other = make_peft("lora"), make_peft("lora", seed=1)

@@ -283,6 +283,7 @@ def test_a_listener_that_raises_changes_nothing(run: Path, tmp_path: Path) -> No
     assert rankless.convert(run, tmp_path / "converted", to="native", on_event=fail).exists()
 
 
+@pytest.mark.usefixtures("without_garbage")
 @pytest.mark.parametrize(
     "content", [b"[1]", b"3", b"null", b"{", b"[" * 5000, b"9" * 5000, b"\xff", b'{"a": 1, "a": 2}']
 )
@@ -296,6 +297,7 @@ def test_a_hostile_adapter_config_is_an_error_of_ours(tmp_path: Path, content: b
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("without_garbage")
 def test_a_configuration_cannot_take_much_more_space_than_it_has() -> None:
     for depth in (480, 900):
         hostile = b"[" * depth + b"0," * 100_000 + b"0" + b"]" * depth

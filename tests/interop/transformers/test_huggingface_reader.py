@@ -215,6 +215,7 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(written: Path, tmp_path
         rankless.open(folder)
 
 
+@pytest.mark.usefixtures("without_garbage")
 @pytest.mark.parametrize(
     "edit",
     [

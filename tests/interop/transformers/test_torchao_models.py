@@ -132,6 +132,7 @@ def test_a_class_that_torchao_does_not_store_is_refused_by_name() -> None:
         check_described(values, {}, b'{"quantization_config": {"quant_method": "torchao"}}')
 
 
+@pytest.mark.usefixtures("without_garbage")
 def test_metadata_of_other_libraries_means_nothing() -> None:
     for text in ("", "1", '"x"', "[1]", '["a.weight"]', "[" * 100_000):
         assert read_descriptions({"tensor_names": text, "a.weight": "[]"}) == {}

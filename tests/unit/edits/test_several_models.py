@@ -237,6 +237,7 @@ def test_more_edits_that_are_wrong_are_refused(tmp_path: Path, edit: Any) -> Non
         rankless.edit(tmp_path / "run", tmp_path / "out", [edit])
 
 
+@pytest.mark.usefixtures("without_garbage")
 @pytest.mark.parametrize("text", ["x = " + "[" * 5000, "x = " + "9" * 5000])
 def test_recipes_that_no_parser_takes_are_refused(tmp_path: Path, text: str) -> None:
     rankless.save_checkpoint(tmp_path / "run", "x", Lm())

@@ -194,6 +194,7 @@ def test_a_tensor_that_is_there_twice_is_refused() -> None:
         read(raw('{"__metadata__":{"a":"1"},"__metadata__":{"a":"2"}}'))
 
 
+@pytest.mark.usefixtures("without_garbage")
 @pytest.mark.parametrize(
     "text",
     [

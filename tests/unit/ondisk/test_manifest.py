@@ -290,6 +290,7 @@ def test_a_name_that_may_leave_the_folder_is_refused(name: str) -> None:
         manifest.decode_manifest(sealed(table(files=files)), FILE)
 
 
+@pytest.mark.usefixtures("without_garbage")
 @pytest.mark.parametrize("nested", ["[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000])
 @pytest.mark.parametrize("field", ["metrics", "surprise", "format"])
 def test_a_field_nested_without_end_is_damage(field: str, nested: str) -> None:

@@ -93,6 +93,7 @@ def test_what_usual_writers_write_is_parsed(value: Any, writer: str) -> None:
     assert_parsed_by_the_rules(raw)
 
 
+@pytest.mark.usefixtures("without_garbage")
 @pytest.mark.parametrize(
     "raw", [b"[" * 100_000, b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 100_000, b"\xff", b'"\xc3"']
 )

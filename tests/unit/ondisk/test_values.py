@@ -283,6 +283,7 @@ def test_a_tree_that_holds_itself_is_refused() -> None:
             values.dump_values(tree, ArrayEncoder())
 
 
+@pytest.mark.usefixtures("without_garbage")
 @pytest.mark.parametrize("forged", FORGED_VALUES, ids=lambda text: text[:40] if len(text) < 400 else f"{text[:11]}…")
 def test_values_that_rankless_could_not_have_written_are_refused(forged: str) -> None:
     infos = {"t": TensorInfo("F32", (2,)), "brain": TensorInfo("BF16", (2,))}
