@@ -25,6 +25,7 @@ from rankless.errors import InvalidArgumentError, NoCheckpointError
 from rankless.formats.edited_reader import EditedContent, EditedReader, EditedTensor, StoredKey
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader
+from rankless.ondisk.data_files import CONFIG
 from rankless.ondisk.manifest import EditRecord
 from rankless.run.catalog import list_checkpoints
 from rankless.run.lookup import open_latest
@@ -47,7 +48,9 @@ def edit_reader(reader: Reader, verbs: Sequence[Verb]) -> tuple[EditedReader, Ed
     one to average with is not there.
     """
     readers: list[Reader] = [reader]
-    catalog = Catalog(str(reader.path), _list_tensors(0, reader), reader.tied, config=_parse_config(reader))
+    raw_config = read_config(reader)
+    config = _as_table(raw_config or b"")
+    catalog = Catalog(str(reader.path), _list_tensors(0, reader), reader.tied, config=config)
     bound = find_bound_states(reader, catalog)
     for verb in verbs:
         if isinstance(verb, Average):
@@ -61,6 +64,10 @@ def edit_reader(reader: Reader, verbs: Sequence[Verb]) -> tuple[EditedReader, Ed
     if catalog.rows is not None:
         check_tokenizer(reader, catalog.rows)
     _check_names(catalog)
+    if raw_config is not None and not config and catalog.config_changes:
+        raise InvalidArgumentError(
+            f"{CONFIG} next to {reader.path} must follow the edit, and is no JSON object: correct it, or remove it"
+        )
     record = EditRecord([_identify(opened) for opened in readers], encode_recipe(verbs))
     changers = _join_changes(catalog), _config_changer(catalog)
     content = EditedContent(catalog.tensors, catalog.tied, *changers, record, catalog.reconstructed, catalog.unread)
@@ -134,12 +141,8 @@ def _check_names(catalog: Catalog) -> None:
             raise InvalidArgumentError(f"the edit leaves no tensor of {group} of {catalog.label}")
 
 
-def _parse_config(reader: Reader) -> dict[str, Any]:
-    raw = read_config(reader)
-    return _as_table(raw) if raw is not None else {}
-
-
 def _as_table(raw: bytes) -> dict[str, Any]:
+    """Return the contents of a ``config.json``, or nothing if it is no JSON object."""
     try:
         table = json.loads(raw)
     except (ValueError, RecursionError):

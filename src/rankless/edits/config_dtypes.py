@@ -5,7 +5,7 @@ Verbs use it, and :mod:`rankless.conversion.config_dtype` for the bytes of a fil
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rankless.ondisk.dtypes import TORCH_NAMES
@@ -28,9 +28,12 @@ def set_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 def change_parts(config: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
     """Return a configuration after a change of it, and of its parts for text and for a decoder."""
-    changed = change(config)
-    parts = {key: change(dict(config[key])) for key in _TEXT_PARTS if isinstance(config.get(key), dict)}
-    return {**changed, **parts}
+    return {**change(config), **{key: change(dict(part)) for key, part in text_parts(config).items()}}
+
+
+def text_parts(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the parts of a configuration that describe its model of text, such as ``text_config``."""
+    return {key: config[key] for key in _TEXT_PARTS if isinstance(config.get(key), dict)}
 
 
 def replace_dtypes(content: Any, dtype: str, depth: int = _MAX_DEPTH) -> Any:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rankless.edits.catalog import MODEL, Catalog, Change, Parameter, map_parameters
-from rankless.edits.config_dtypes import change_parts
+from rankless.edits.config_dtypes import change_parts, text_parts
 from rankless.errors import InvalidArgumentError
 
 #: The most layers of a model after an edit.
@@ -20,7 +20,7 @@ _MOST_LAYERS = 10_000
 _NUMBER = re.compile(r"(?:^|\.)(\d{1,9})(?=\.)")
 
 #: Entries of ``config.json`` with the number of layers.
-_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 
 #: Entries of ``config.json`` that only models with an encoder and a decoder have.
 _TWO_STACKS = {"num_decoder_layers", "decoder_layers"}
@@ -64,9 +64,7 @@ class Layers(msgspec.Struct, frozen=True, tag_field="verb", tag="layers", forbid
 
         text = f"{stack}: the layers {', '.join(map(str, order))} of {count}"
         moved = map_parameters(catalog, move, rename).with_changes([Change("model", text)])
-        return moved.with_config(
-            lambda config: change_parts(config, lambda part: _change_config(part, order, count, stack))
-        )
+        return moved.with_config(lambda config: _change_config(config, order, count, stack))
 
     def _order(self, count: int) -> list[int]:
         """Return the old number of each new layer. ``count``: how many there are."""
@@ -139,7 +137,34 @@ def _pattern_of(stack: str) -> re.Pattern[str]:
 
 
 def _change_config(config: dict[str, Any], order: Sequence[int], count: int, stack: str) -> dict[str, Any]:
-    changed: dict[str, Any] = {key: len(order) for key in _count_keys(config, stack) if config.get(key) == count}
+    """Return the configuration with the new layers, in the part that describes the stack.
+
+    For example ``model.vision_tower.encoder.layers`` changes ``vision_config`` alone, and ``model.layers`` the entries
+    of the whole model and of its text. Raises ``InvalidArgumentError`` if that part has another number of layers.
+    """
+    words = stack.replace("visual", "vision")
+    described = [key for key, part in config.items() if isinstance(part, dict) and _counts_of(part, stack)]
+    text = text_parts(config)
+    own = [key for key in described if key not in text and key.removesuffix("_config") in words]
+    parts = [config[key] for key in own] or [config, *text.values()]
+    counts = [entry for part in parts for entry in _counts_of(part, stack).items()]
+    if counts and count not in (value for _, value in counts):
+        listed = ", ".join(f"{key} {value}" for key, value in counts)
+        raise InvalidArgumentError(
+            f"layers: {stack} has {count} layers, and config.json has {listed}: correct config.json first"
+        )
+    if own:
+        return {**config, **{key: _change_part(config[key], order, count, stack) for key in own}}
+    return change_parts(config, lambda part: _change_part(part, order, count, stack))
+
+
+def _counts_of(config: Mapping[str, Any], stack: str) -> dict[str, int]:
+    return {key: config[key] for key in _count_keys(config, stack) if type(config.get(key)) is int}
+
+
+def _change_part(config: dict[str, Any], order: Sequence[int], count: int, stack: str) -> dict[str, Any]:
+    found = _counts_of(config, stack)
+    changed: dict[str, Any] = {key: len(order) for key, value in found.items() if value == count}
     for key in _LISTS:
         if isinstance(config.get(key), list) and len(config[key]) == count:
             changed[key] = [config[key][old] for old in order]

@@ -184,6 +184,52 @@ class TestLayers:
         assert changed == {"num_hidden_layers": 3, "layer_types": ["c", "c", "a"], "mlp_only_layers": [0, 1]}
 
     @pytest.mark.parametrize(
+        ("stack", "part", "config"),
+        [
+            ("model.layers", None, {}),
+            ("model.text_model.layers", None, {}),
+            ("model.vision_tower.encoder.layers", "vision_config", {}),
+            ("model.visual.blocks", "vision_config", {"vision_config": {"depth": 3}}),
+            ("encoder.layers", "encoder", {"encoder": {"n_layers": 3}, "decoder": {"n_layers": 3}}),
+        ],
+    )
+    def test_only_the_part_of_the_stack_follows(
+        self, tmp_path: Path, source: Path, stack: str, part: str | None, config: dict[str, Any]
+    ) -> None:
+        other = {"num_hidden_layers": 3}
+        whole = {**other, "text_config": other, "vision_config": other, **config}
+        tensors = {f"{stack}.{n}.w": torch.ones(2) for n in range(3)}
+        save_file(tensors, source / "model.safetensors", {"format": "pt"})
+        (source / "config.json").write_text(json.dumps(whole))
+        made = rankless.edit(source, tmp_path / "out", ["layers keep=0,2"], to="hf")
+        changed = json.loads((made / "config.json").read_text())
+        expected = {**whole, part: dict.fromkeys(whole[part], 2)} if part else {**whole, **dict.fromkeys(other, 2)}
+        if part is None:
+            expected["text_config"] = {"num_hidden_layers": 2}
+        assert changed == expected
+
+    @pytest.mark.parametrize(
+        ("content", "text"),
+        [
+            (b'{"num_hidden_layers": 5}', "has 3 layers, and config.json has num_hidden_layers 5"),
+            (b'{"num_hidden_layers": 4, "text_config": {"n_layer": 5}}', "num_hidden_layers 4, n_layer 5"),
+            (b"[1]", "no JSON object"),
+            (b'{"num_hidden_layers": 3', "no JSON object"),
+            (b"\xff", "no JSON object"),
+        ],
+    )
+    def test_a_configuration_that_cannot_follow_is_refused(
+        self, tmp_path: Path, source: Path, content: bytes, text: str
+    ) -> None:
+        save_file({f"layers.{n}.w": torch.ones(2) for n in range(3)}, source / "model.safetensors", {"format": "pt"})
+        (source / "config.json").write_bytes(content)
+        with pytest.raises(InvalidArgumentError, match=text):
+            rankless.edit(source, tmp_path / "out", ["layers keep=0,2"], to="hf")
+        assert not (tmp_path / "out").exists()
+        made = rankless.edit(source, tmp_path / "renamed", ["rename layers=blocks"], to="hf")
+        assert (made / "config.json").read_bytes() == content
+
+    @pytest.mark.parametrize(
         ("edit", "text"),
         [
             ("layers", "one of order, keep and drop"),
