@@ -93,10 +93,10 @@ def _write(source: Path, output: Path, edits: str | Sequence[str], options: Mapp
 
 def _print_report(report: EditReport, *, as_json: bool) -> None:
     if as_json:
-        print_json({"changes": list(report.lines), "new": list(report.reconstructed)})
+        print_json({"changes": list(report.lines), "groups": list(report.totals), "new": list(report.reconstructed)})
         return
     console = terminal_console()
-    for line in report.lines or ["nothing would change"]:
+    for line in (*(report.lines or ["nothing would change"]), "", *report.totals):
         console.print(escape_control_characters(line), highlight=False, markup=False)
     if report.reconstructed:
         new = format_count(len(report.reconstructed), "thing")

@@ -19,6 +19,7 @@ from rankless.edits.bound_states import IN_PLACE, apply_to_named, find_bound_sta
 from rankless.edits.catalog import Catalog
 from rankless.edits.companions import check_tokenizer, read_config
 from rankless.edits.formulas import StoredFormula
+from rankless.edits.group_totals import describe_groups
 from rankless.edits.recipe import Verb, encode_recipe
 from rankless.edits.value_changes import ValueChange
 from rankless.errors import InvalidArgumentError, NoCheckpointError
@@ -35,9 +36,13 @@ _log = logging.getLogger("rankless")
 
 
 class EditReport(msgspec.Struct, frozen=True):
-    """A report of an edit: what becomes of what, and what no stored tensor has. ``lines`` begin with the group."""
+    """A report of an edit: each change, the totals of each group, and the names that no stored tensor has.
+
+    ``lines`` and ``totals`` begin with the name of a group.
+    """
 
     lines: Sequence[str]
+    totals: Sequence[str]
     reconstructed: Sequence[str]
 
 
@@ -51,7 +56,7 @@ def edit_reader(reader: Reader, verbs: Sequence[Verb]) -> tuple[EditedReader, Ed
     raw_config = read_config(reader)
     config = _as_table(raw_config or b"")
     catalog = Catalog(str(reader.path), _list_tensors(0, reader), reader.tied, config=config)
-    bound = find_bound_states(reader, catalog)
+    before, bound = catalog, find_bound_states(reader, catalog)
     for verb in verbs:
         if isinstance(verb, Average):
             others = _open_others(verb, reader)
@@ -72,7 +77,8 @@ def edit_reader(reader: Reader, verbs: Sequence[Verb]) -> tuple[EditedReader, Ed
     changers = _join_changes(catalog), _config_changer(catalog)
     content = EditedContent(catalog.tensors, catalog.tied, *changers, record, catalog.reconstructed, catalog.unread)
     lines = [f"{change.group}: {change.text}" for change in catalog.changes]
-    return EditedReader(readers, content), EditReport(lines, catalog.reconstructed)
+    report = EditReport(lines, list(describe_groups(before, catalog)), catalog.reconstructed)
+    return EditedReader(readers, content), report
 
 
 class ReaderEdit(msgspec.Struct, frozen=True):

@@ -65,34 +65,34 @@ class Unfreeze(msgspec.Struct, frozen=True, tag_field="verb", tag="unfreeze", fo
             )
         of_model = [*catalog.tensors[found[0].group], *catalog.tied.get(found[0].group, {})]
         names = {catalog.resolve(name) for name in _select(of_model, self.include, catalog, "unfreeze")}
-        return add_trained(catalog, sorted(names), found[0])
+        return add_trained(catalog, dict.fromkeys(sorted(names), found[0]))
 
 
-def add_trained(catalog: Catalog, names: Sequence[str], like: Parameter) -> Catalog:
-    """Return a catalog in which parameters of a model have states like those of another one, ``like``, in its group.
+def add_trained(catalog: Catalog, siblings: Mapping[str, Parameter]) -> Catalog:
+    """Return a catalog in which parameters have states like their siblings, and are in the groups of these.
 
-    Raises ``InvalidArgumentError`` if one has states already, in any optimizer.
+    ``siblings`` has a trained parameter of the same model for each name. Raises ``InvalidArgumentError`` if one of the
+    names has states already, in any optimizer.
     """
-    model = catalog.tensors[like.group]
     tensors = {group: dict(catalog.tensors[group]) for group in catalog.tensors}
     changes: list[Change] = []
     reconstructed: list[str] = []
-    value_changes = list(catalog.value_changes)
+    joined: dict[tuple[str, str], dict[str, None]] = {}
     optimizers = catalog.groups_of(OPTIMIZER)
     trained = {catalog.owner_of(group, split_state_key(key)[0]) for group in optimizers for key in tensors[group]}
-    for name in names:
+    for name, like in siblings.items():
         if (like.group, name) in trained:
             raise InvalidArgumentError(f"unfreeze: {name!r} has states in {catalog.label} already")
+        parameter = catalog.tensors[like.group][name]
         for (group, state), tensor in like.states.items():
-            key = state_key(catalog.name_in(group, like.group, name), state)
-            tensors[group][key] = _new_state(model[name], state, tensor, like.tensor, name)
+            listed, its = (catalog.name_in(group, like.group, each) for each in (name, like.name))
+            tensors[group][state_key(listed, state)] = _new_state(parameter, state, tensor, like.tensor, name)
             reconstructed.append(f"{state} of {name}")
+            joined.setdefault((group, its), {})[listed] = None
         changes.append(Change(like.group, f"{name}: trained from now on, in the group of {like.name}"))
-    for group in dict.fromkeys(group for group, _ in like.states):
-        listed = [catalog.name_in(group, like.group, name) for name in names]
-        value_changes.append(add_parameters(listed, catalog.name_in(group, like.group, like.name), group))
+    value_changes = (add_parameters(list(names), like, group) for (group, like), names in joined.items())
     changed = {group: dict(sorted(by_name.items())) for group, by_name in tensors.items()}
-    added = replace(catalog, tensors=changed, value_changes=tuple(value_changes))
+    added = replace(catalog, tensors=changed, value_changes=(*catalog.value_changes, *value_changes))
     return added.with_changes(changes, reconstructed)
 
 

@@ -141,8 +141,7 @@ class Upcycle(msgspec.Struct, frozen=True, tag_field="verb", tag="upcycle", forb
         added = replace(catalog, tensors=sorted_tensors)
         trained = {(parameter.group, parameter.name): parameter for parameter in added.parameters()}
         for group, pairs in siblings.items():
-            for router, sibling in pairs:
-                added = add_trained(added, [router], trained[group, sibling])
+            added = add_trained(added, {router: trained[group, sibling] for router, sibling in pairs})
         new = [names.router(prefix) for group, prefix in mlps if group not in siblings]
         return added.with_changes([], [*(router for pairs in siblings.values() for router, _ in pairs), *new])
 

@@ -411,6 +411,7 @@ class TestRecipes:
     def test_a_dry_run_writes_nothing(self, run: Path, tmp_path: Path) -> None:
         shown = invoke_json("edit", run, "--dry-run", "resize-vocab 12", "freeze lm_head.bias")
         assert "model: embed_tokens.weight: 10 to 12 rows" in shown["changes"]
+        assert "model: 18 tensors: 15 as stored, 3 computed" in shown["groups"]
         assert "optimizer: lm_head.bias: frozen, its states are dropped" in shown["changes"]
         assert "rows 10 to 11 of lm_head.weight" in shown["new"]
         assert list(tmp_path.iterdir()) == []
