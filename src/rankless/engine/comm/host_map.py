@@ -1,7 +1,7 @@
 """The host of each rank, and the message of a host with the outcomes of its ranks. Nothing is sent here.
 
 :mod:`rankless.engine.comm.host_vote_channel` uses it in every vote of several hosts, and
-:mod:`rankless.engine.comm.vote` in the first vote of a process group, in which rank 0 publishes the hosts. Keys in the
+:mod:`rankless.engine.comm.vote` in the first vote of a process group, where rank 0 publishes the hosts. Keys in the
 store contain the numbers of hosts: all ranks must derive the same numbers from the same decision.
 """
 
@@ -94,7 +94,7 @@ class HostAgreement:
     def answer(self, ids: Iterable[bytes]) -> HostRuns | None:
         """Return the hosts for rank 0's decision, if a rank needs them.
 
-        ``ids`` are those of the ranks' hosts, empty from a rank that knows all hosts.
+        ``ids`` has the id of each rank's host. An id is empty if its rank knows all hosts.
         """
         posted = list(ids)
         if self.hosts is None and all(posted):

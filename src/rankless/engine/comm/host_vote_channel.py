@@ -49,12 +49,12 @@ class HostVoteChannel(VoteChannel):
 
     @cached_property
     def _host_keys(self) -> list[str]:
-        """The keys of all hosts: most ranks need only that of their own."""
+        """The keys of all hosts: most ranks need only the key of their own host."""
         return [self._host_key(host) for host in range(len(self._hosts.ranks_of))]
 
     @cached_property
     def _missing(self) -> list[int]:
-        """The hosts whose outcomes rank 0 has not found yet."""
+        """The hosts with outcomes that rank 0 has not found yet."""
         return list(range(len(self._hosts.ranks_of)))
 
     def _host_key(self, host: int) -> str:
@@ -79,7 +79,7 @@ class HostVoteChannel(VoteChannel):
             super().post_outcome(rank, outcome)
 
     def depart(self, rank: int) -> None:
-        """Count this rank in the store. The last rank of the host sets the key for which rank 0 waits.
+        """Count this rank in the store. Rank 0 waits for a key that the last rank of the host sets.
 
         A message within the host is not enough: if it is lost, no rank is left to send it again.
         """
@@ -198,7 +198,7 @@ class HostVoteChannel(VoteChannel):
         return True
 
     def _help_missing_ranks(self) -> None:
-        """Ask for direct outcomes if it is time to. If others ask, send those of this host if it is not complete."""
+        """Ask for direct outcomes if it is time to. If others ask, send this host's outcomes if it is not complete."""
         if self._patience.is_over:
             self._want_direct_outcomes()
         if self._is_settled:

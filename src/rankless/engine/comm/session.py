@@ -137,7 +137,7 @@ class RankGroup:
         """Return the store of a session for a thread next to the training, over a connection of its own.
 
         It counts as a session: every rank must call it. Nothing is sent yet. A single rank has no store. ``connect``
-        returns the connection, given that of the training.
+        returns the connection, given the connection of the training.
 
         ``rankless.watch`` calls it on every rank, in the thread of the caller.
         """
@@ -192,8 +192,8 @@ def _make_gloo_group(global_ranks: list[int], seconds: float) -> dist.ProcessGro
 class Session:
     """The votes of one save or load, in an order that is the same on every rank.
 
-    ``number`` distinguishes it from other sessions. ``store`` has its keys; a single rank has none. ``agreement`` is
-    that of the ranks on their hosts.
+    ``number`` distinguishes it from other sessions. ``store`` has its keys; a single rank has none. ``agreement`` has
+    the hosts on which the ranks have agreed.
     """
 
     def __init__(

@@ -19,8 +19,8 @@ DIGEST_BYTES = 8
 
 _ENTRY_BYTES = 2 * DIGEST_BYTES
 
-#: The prefix of the names of values of which only rank 0's is stored for all ranks, and the first byte of the digests
-#: of such names: no other digest has it.
+#: The prefix of names of values, such as ``stateful/scaler``, where only rank 0's value is stored for all ranks; and
+#: the first byte of the digests of such names: no other digest has it.
 OF_RANK_0, _MARK = "stateful/", 0xFF
 
 Name = TypeVar("Name", str, bytes)
@@ -38,7 +38,7 @@ def has_name(table: bytes, name: str) -> bool:
 
 
 def find_differing(posted: Iterable[bytes]) -> bytes:
-    """Return the names whose values differ between the ranks that have them, encoded, given the tables of all ranks.
+    """Return the names with values that differ between the ranks that have them, encoded, given all ranks' tables.
 
     They include the names in :data:`OF_RANK_0` that rank 0 lacks.
     """
@@ -55,7 +55,7 @@ def select_unequal(entries: Iterable[tuple[Name, bytes]]) -> set[Name]:
 
 
 def select_differing(names: Iterable[str], differing: bytes) -> frozenset[str]:
-    """Return those of a rank's ``names`` that :func:`find_differing` found."""
+    """Return the ones among a rank's ``names`` that :func:`find_differing` found."""
     encoded = _split_names(differing)
     return frozenset(name for name in names if _digest_name(name) in encoded) if encoded else frozenset()
 

@@ -76,7 +76,7 @@ def _find_cause(checksum: RangeChecksum, *, is_read_before: bool) -> CorruptChec
 
 
 def _find_contradictions(pieces: Sequence[CrcPiece]) -> set[int]:
-    """Return the numbers of ranges of which the same bytes were read with different results."""
+    """Return the numbers of ranges where two reads of the same bytes gave different results."""
     ordered = sorted(pieces)
     return {
         piece.number

@@ -90,8 +90,8 @@ class CheckpointFiles(msgspec.Struct, frozen=True):
     ) -> Manifest:
         """Write the headers, indexes, small files and the manifest, and make them durable; the data is durable already.
 
-        ``fragments`` are those of all ranks, of all bytes except the ``unchanged`` blocks. Raises ``RankMismatchError``
-        if they leave a gap in a tensor.
+        ``fragments`` come from all ranks, and cover all bytes except the ``unchanged`` blocks. Raises
+        ``RankMismatchError`` if they leave a gap in a tensor.
 
         Rank 0 calls it in the decision of the vote on the writing.
         """
@@ -148,7 +148,7 @@ def build_headers(
 ) -> Iterator[tuple[bytes, FileRecord]]:
     """Yield the header of each file of a plan, which contains the CRCs of all blocks, and the record of the file.
 
-    ``fragments`` are those of all ranks. Raises ``RankMismatchError`` if they leave a gap in a tensor.
+    ``fragments`` come from all ranks. Raises ``RankMismatchError`` if they leave a gap in a tensor.
 
     Rank 0 calls it in a commit or for an upload; a generation of a local tier builds its headers on each rank that
     reads it.
@@ -196,7 +196,7 @@ def build_indexes(plan: SavePlan) -> dict[str, bytes]:
 
 
 def _with_unchanged(fragments: Sequence[Fragment], unchanged: Mapping[int, int], nbytes: int) -> Sequence[Fragment]:
-    """Return the fragments of a tensor, with one for each unchanged block, of which ranks may have written parts."""
+    """Return the fragments of a tensor, with one for each unchanged block, also if ranks have written parts of it."""
     if not unchanged:
         return fragments
     written = [fragment for fragment in fragments if fragment.start // block_crcs.BLOCK_BYTES not in unchanged]

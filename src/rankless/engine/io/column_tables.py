@@ -22,7 +22,7 @@ Table = TypeVar("Table", bound=tuple[Any, ...])
 
 
 def encode_rows(columns: Sequence[NDArray[Any]], row: np.dtype[Any]) -> bytes:
-    """Encode columns as rows of the structured dtype ``row``, whose fields are in the order of the columns."""
+    """Encode columns as rows of the structured dtype ``row``. Its fields are in the order of the columns."""
     rows = np.empty(len(columns[0]), row)
     for name, column in zip(row.names or (), columns, strict=True):
         rows[name] = column
@@ -49,5 +49,5 @@ def decompress_rows(packed: bytes, row_bytes: int) -> bytes:
 
 
 def concatenate_tables(tables: Sequence[Table]) -> Table:
-    """Return the rows of some tables of one kind, of which there is at least one."""
+    """Return the rows of one table or more, all of one kind."""
     return type(tables[0])(*map(np.concatenate, zip(*tables, strict=True)))

@@ -1,13 +1,13 @@
-"""Streams of accelerators on which rankless copies, and their order with what the caller has enqueued.
+"""The streams that rankless uses for copies on accelerators, and their order with the caller's own kernels.
 
 Kernels run later than the calls that enqueue them, on streams that the caller chooses. As in all of torch, a tensor
 that is passed to a call is up to date on the *current stream* of the calling thread. Copies run on a stream of
 rankless, one for each device, whichever thread enqueues them. So two orders must be made, both by the caller's thread,
-because other threads have current streams of their own: the copies follow what the caller has enqueued before, and what
-the caller enqueues later follows the copies, or the caller waits for them.
+because other threads have current streams of their own: the copies follow the kernels that the caller has enqueued
+before, and kernels that the caller enqueues later follow the copies, or the caller waits for them.
 
-Streams and events are those of the module of the device (``torch.cuda``, also for HIP, ``torch.xpu``), which torch
-finds for any device, also for one that is written in Python.
+Streams and events come from the module of the device, such as ``torch.cuda`` (also for HIP) or ``torch.xpu``. torch
+finds this module for any device, also for one that is written in Python.
 
 Saves, loads, comparisons of replicas and live copies call :func:`begin_copies` on each rank before they copy, in the
 thread of the caller.
@@ -25,7 +25,7 @@ import torch
 from rankless.errors import DeviceError, RanklessError, StateError
 from rankless.observe.spans import span
 
-#: The bytes of memory on a device in which small and strided shards are gathered. It is kept.
+#: The bytes of memory on a device where small and strided shards are gathered. It is kept.
 SCRATCH_BYTES = 32 * 2**20
 
 
@@ -173,8 +173,8 @@ def synchronize_devices(tensors: Iterable[HasDevice]) -> None:
 def select_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make a device the current one of the calling thread inside the ``with`` block.
 
-    That of a new thread is the first one, and almost any call would make a context there: half a gigabyte on a GPU that
-    belongs to another rank.
+    The current device of a new thread is the first one. Almost any call would make a context there: half a gigabyte on
+    a GPU that belongs to another rank.
     """
     module = torch.get_device_module(device)
     return module.device(device) if hasattr(module, "device") else nullcontext()

@@ -125,7 +125,7 @@ def decode_fragments(reports: Iterable[bytes]) -> GatheredFragments:
 def merge_adjacent_fragments(rows: FragmentTable) -> FragmentTable:
     """Sort fragments, drop duplicates, and merge adjacent ones within a block.
 
-    A block in which fragments overlap, or have the same range but different CRCs, is left as it is.
+    A block is left as it is if its fragments overlap, or have the same range but different CRCs.
     """
     rows = _sort_unique(rows)
     if not len(rows.tensor):

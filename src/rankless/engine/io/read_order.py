@@ -1,4 +1,4 @@
-"""The order in which a rank reads file ranges that other ranks of its host may read, too.
+"""The order of a rank's reads of file ranges that other ranks of its host may read, too.
 
 :mod:`rankless.engine.io.read`, ``read_shared`` and ``read_mapped`` order the requests of one rank with it. The order
 only costs or saves time: ranks need not agree.
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-#: Requests in a window, in which each rank begins at a different one: few enough to stay in the page cache until all
-#: ranks have read them.
+#: Requests in a window, where each rank begins at a different one: few enough to stay in the page cache until all ranks
+#: have read them.
 WINDOW = 16
 
 #: The fractional parts of its multiples are spread evenly between 0 and 1, for any number of multiples.

@@ -1,4 +1,4 @@
-"""Writing of stripes, of which many ranks hold many small ranges: the owner assembles a stripe and writes it whole.
+"""Writing of stripes, where many ranks hold many small ranges: the owner assembles a stripe and writes it whole.
 
 :mod:`rankless.save.shard_writer` calls :func:`write_stripes` on every rank in the vote "writing" of a save without
 staging; :mod:`rankless.engine.io.staging` calls :func:`assemble_stripes` in the vote on the copies. All ranks must

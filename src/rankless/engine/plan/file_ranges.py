@@ -1,7 +1,8 @@
-"""Byte ranges in files: where the bytes of a tensor are stored, and the chunks in which they are moved.
+"""Byte ranges in files: where the bytes of a tensor are stored, and the chunks that move them.
 
 Saves and loads, plans and the execution of them use these types. No file range of a chunk crosses a block of its
-tensor, because the checksums in the files are those of blocks.
+tensor, because the files have one checksum for each block. For example, a tensor of 20 MiB in one file has the ranges
+0-16 MiB and 16-20 MiB of its bytes at least.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def file_chunks(file_ranges: Iterable[FileRange]) -> Iterator[IoChunk]:
 
 
 def alternate_files(chunks: Iterable[IoChunk]) -> Iterator[IoChunk]:
-    """Yield chunks of the files in turn; those of one file stay in order."""
+    """Yield chunks of the files in turn; chunks of one file stay in order."""
     by_file: dict[int, list[IoChunk]] = {}
     for chunk in chunks:
         by_file.setdefault(chunk.file, []).append(chunk)
@@ -106,7 +107,7 @@ def _split_at_boundaries(
 def _group_adjacent(
     file_ranges: Iterable[FileRange], starts_chunk: Callable[[FileRange], bool], limit: int
 ) -> Iterator[IoChunk]:
-    """Group ranges that are adjacent in a file. A range for which ``starts_chunk`` is true begins a new chunk."""
+    """Group ranges that are adjacent in a file. A range begins a new chunk if ``starts_chunk`` is true for it."""
     current: list[FileRange] = []
     file = offset = size = 0
     for file_range in file_ranges:

@@ -27,7 +27,7 @@ class MeshShape(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
 
 
 class Replicated(msgspec.Struct, frozen=True, array_like=True, tag="r"):
-    """A placement in which every rank along this mesh dimension holds the same data."""
+    """A placement that gives every rank along this mesh dimension the same data."""
 
 
 class Sharded(msgspec.Struct, frozen=True, array_like=True, tag="s"):
@@ -43,7 +43,9 @@ class Sharded(msgspec.Struct, frozen=True, array_like=True, tag="s"):
 class FlatSharded(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     """A placement of a tensor that is part of a flattened parameter.
 
-    The tensor begins at element ``offset`` of the flat parameter, which is split every ``length`` elements.
+    The tensor begins at element ``offset`` of the flat parameter, which is split every ``length`` elements. For
+    example, with ``offset=10`` and ``length=16`` a tensor of 12 elements has elements 0-5 on the first rank and 6-11 on
+    the second one.
     """
 
     offset: int
@@ -51,7 +53,7 @@ class FlatSharded(msgspec.Struct, frozen=True, array_like=True, tag="f"):
 
 
 class BoxSharded(msgspec.Struct, frozen=True, array_like=True, tag="b", cache_hash=True):
-    """A placement in which each shard consists of boxes of the tensor: ``boxes`` has those of each shard.
+    """A placement where each shard consists of boxes of the tensor: ``boxes`` has the boxes of each shard.
 
     ``shards`` has the number of the shard of each rank along the mesh dimension; a division has none.
     """
@@ -74,7 +76,7 @@ class PlacementLayout(msgspec.Struct, frozen=True, array_like=True, cache_hash=T
 
     @property
     def division(self) -> Division:
-        """The mesh dimensions that divide the tensor; without those that replicate and those of one rank."""
+        """The mesh dimensions that divide the tensor, without dimensions that replicate or that have one rank."""
         if self.placements and isinstance(boxed := self.placements[0], BoxSharded):
             return ((len(boxed.boxes), BoxSharded(boxed.boxes)),)
         axes = zip(self.mesh.shape, self.placements, strict=True)
