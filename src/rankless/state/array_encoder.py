@@ -66,7 +66,7 @@ def name_merged(
 
 
 def digest_tensor(tensor: torch.Tensor) -> str:
-    """Return a digest of the dtype, shape and elements of what this rank holds of a tensor."""
+    """Return a digest of the dtype, shape and elements of this rank's part of a tensor."""
     local = local_tensor(tensor.detach()).cpu().resolve_conj().resolve_neg().contiguous()
     form = f"{NAMES[local.dtype]} {list(local.shape)} ".encode()
     data = local.reshape(-1).view(torch.uint8).numpy().tobytes() if local.numel() else b""
@@ -134,7 +134,7 @@ class ArrayEncoder:
 
 
 def _find_order(tensor: torch.Tensor) -> list[int]:
-    """Return the order of a tensor's dimensions in memory; empty if it is that of a contiguous one."""
+    """Return the order of a tensor's dimensions in memory: for example ``[1, 0]``; empty for a contiguous tensor."""
     order, usual = order_dimensions(tensor.shape, tensor.stride()), torch.empty(tensor.shape, device="meta")
     return [] if order == order_dimensions(usual.shape, usual.stride()) else order
 

@@ -427,7 +427,7 @@ def _compare_encoded(value: Any, encoded: Any, arrays: ArrayEncoder) -> Compared
 
 
 def _add_state_arrays(captured: Capture, arrays: ArrayEncoder, *, is_leader: bool) -> None:
-    """Add the tensors of merged values, of which the lowest rank's are saved, and on the leader of shared values."""
+    """Add the tensors of merged values, where the lowest rank's are saved, and on the leader of shared values."""
     for name, tensor in arrays.tensors.items():
         is_merged = name.startswith(_MERGED)
         if is_merged or is_leader:

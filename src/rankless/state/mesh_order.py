@@ -1,7 +1,7 @@
-"""The order of the ranks of a device mesh: that of torch's collectives, which may differ from its array of ranks.
+"""The order of a device mesh's ranks in torch's collectives, which may differ from the mesh's array of ranks.
 
 FSDP2 and DTensor divide by the rank in the process group of each mesh dimension, and torch sorts the ranks of a group.
-So on ``DeviceMesh("cpu", [2, 0, 3, 1])`` rank 0 holds the first shard.
+For example, on ``DeviceMesh("cpu", [2, 0, 3, 1])`` rank 0 holds the first shard.
 
 :mod:`rankless.state.tensor_views` and :mod:`rankless.state.model.fsdp1` ask it on each rank. All ranks of a mesh must
 get the same order: it decides which rank holds which bytes.

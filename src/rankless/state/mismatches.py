@@ -23,10 +23,10 @@ class RestorePolicy(msgspec.Struct, frozen=True):
     """The rules of a restore: names must match if ``strict``, and dtypes unless ``cast_dtype``.
 
     ``rng``: restore the random number generators. ``per_rank_content``: restore the content of each rank.
-    ``allow_missing`` are the components that may be missing, wholly or partly, even if ``strict``. ``lenient`` are
-    those whose names need not match. Both have kinds, of :data:`COMPONENTS`, or names such as ``"model/generator"`` and
-    ``"stateful/scaler"``. ``ignores_unexpected``: the checkpoint may have more names, even if ``strict``.
-    ``may_skip_frozen``: an optimizer whose parameters are numbers may have none for frozen ones.
+    ``allow_missing`` are the components that may be missing, wholly or partly, even if ``strict``. ``lenient`` are the
+    components with names that need not match. Both have kinds, of :data:`COMPONENTS`, or names such as
+    ``"model/generator"`` and ``"stateful/scaler"``. ``ignores_unexpected``: the checkpoint may have more names, even if
+    ``strict``. ``may_skip_frozen``: an optimizer that numbers its parameters may have no number for frozen ones.
     """
 
     strict: bool
@@ -63,12 +63,12 @@ def _is_selected(component: str, selected: frozenset[str]) -> bool:
 
 
 class MismatchReport(msgspec.Struct):
-    """The mismatches of a load: names that are on one side only, and tensors whose shape or dtype differs.
+    """The mismatches of a load: names that are on one side only, and tensors with another shape or dtype.
 
     ``unexpected`` has the component of each name. ``reasons`` has, for each missing thing that was requested, its
-    component and a message. ``incomplete`` are the components (``"model"``, …) that have such names, ``cast`` those
-    with tensors whose dtype differs. ``differing`` are values that differed between the ranks that saved, and of which
-    each rank gets that of rank 0, with their components.
+    component and a message. ``incomplete`` are the components (``"model"``, …) that have such names, ``cast`` the
+    components with tensors of another dtype. ``differing`` has, with their components, the values that differed between
+    the ranks that saved: each rank gets rank 0's value.
     """
 
     missing: list[str] = msgspec.field(default_factory=list)
@@ -101,7 +101,7 @@ class MismatchReport(msgspec.Struct):
         self.incomplete.add(component)
 
     def refused_components(self, policy: RestorePolicy) -> list[str]:
-        """Return the components of which something is missing that must not be."""
+        """Return the components where something is missing that must not be."""
         return list(dict.fromkeys(component for component, _ in self.reasons if not policy.may_be_missing(component)))
 
     def refused_names(self, policy: RestorePolicy) -> list[str]:

@@ -29,7 +29,8 @@ from rankless.storage.host_mailbox import TURN_SECONDS, HostMailbox
 #: The name of the message that direct outcomes are wanted.
 _DIRECT = "direct"
 
-#: The names of what one rank of a host does for all: send their outcomes, poll for the decision, poll for an error.
+#: The names of the tasks that one rank of a host does for all: send their outcomes, poll for the decision, poll for an
+#: error.
 _SEND, _POLL, _POLL_FAILED = "send", "poll", "poll failed"
 
 

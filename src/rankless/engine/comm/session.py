@@ -63,7 +63,7 @@ _HOST_BYTES = 8
 #: Seconds between two checks whether the process group has been made.
 _POLL_SECONDS = 0.25
 
-#: The seconds that rank 0 waits for the ranks that got the error of a vote to which another rank did not come.
+#: If a rank did not come to a vote, rank 0 waits this many seconds for the ranks that got the error of the vote.
 _LAST_SECONDS = 1.5
 
 T = TypeVar("T")

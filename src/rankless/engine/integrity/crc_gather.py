@@ -253,7 +253,7 @@ class StoredReports:
     def publish(self, report: bytes) -> bytes:
         """Store the CRCs of this rank, or leave them to the last rank of the host.
 
-        Return whether they were stored, left to the last rank, or lost.
+        Return which of the two happened.
 
         Called in the work of the first vote.
         """

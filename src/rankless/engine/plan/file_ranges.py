@@ -1,8 +1,8 @@
 """Byte ranges in files: where the bytes of a tensor are stored, and the chunks that move them.
 
 Saves and loads, plans and the execution of them use these types. No file range of a chunk crosses a block of its
-tensor, because the files have one checksum for each block. For example, a tensor of 20 MiB in one file has the ranges
-0-16 MiB and 16-20 MiB of its bytes at least.
+tensor, because the files have one checksum for each block. For example, no range has the bytes on both sides of 16 MiB
+in a tensor.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from rankless.engine.plan.save_plan import SavePlan
 from rankless.engine.plan.stripe_owners import StripeTask
 from rankless.ondisk.data_files import DataFile
 
-#: A byte after that of every file.
+#: A position after the last byte of every file.
 _END = 2**62
 
 #: Ranges of bytes by the number of the file: ascending, and neither overlapping nor adjacent.

@@ -269,7 +269,7 @@ def _pack_groups(
 
 
 def _writer_ranks(tensor: GlobalTensor, coordinate: Coordinate) -> tuple[int, ...]:
-    """Return the holders of a shard that may save its value."""
+    """Return the ranks that may write a shard: all its holders, or only the first if their values may differ."""
     holders = tensor.holder_ranks(coordinate)
     return holders if tensor.shared else holders[:1]
 

@@ -19,7 +19,7 @@ from rankless.state.model.state_dict_hooks import HookedStateDict
 
 
 class StandIns(OrderedDict[str, Any]):
-    """A state dict to be filled, in which tensors without data stand for the model's tensors."""
+    """A state dict to be filled, where tensors without data stand for the model's tensors."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()

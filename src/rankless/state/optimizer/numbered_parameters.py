@@ -1,7 +1,7 @@
 """Parameters of an optimizer that have only a number, in a checkpoint (as in ``state_dict()``) or here.
 
-:mod:`rankless.state.restore` calls it on each rank while it matches an optimizer whose parameters have no names on one
-side.
+:mod:`rankless.state.restore` calls it on each rank while it matches an optimizer, if the parameters have no names on
+one side.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _is_created(group: ParamGroup, member: GroupMember, state: str, shape: tuple
 
 
 def _state_shapes(saved: EncodedGroups, infos: Mapping[str, TensorInfo]) -> dict[str, _StateShapes]:
-    """Return the shapes of the states of each parameter, those of wrapper subclasses included."""
+    """Return the shapes of the states of each parameter, states of wrapper subclasses included."""
     shapes: dict[str, _StateShapes] = {}
     for name, info in infos.items():
         number, state = split_state_key(name)

@@ -28,7 +28,7 @@ _OBJECT, _ATTRIBUTES = "rankless.object", "attributes"
 _PART = "rankless.part"
 
 
-#: The types of the collections whose elements may be objects or tensors.
+#: The types of collections that may have objects or tensors as elements.
 COLLECTIONS = frozenset({dict, list, tuple, deque})
 
 
@@ -58,7 +58,7 @@ def describe_objects(state: Any, optimizer: object, depth: int = 0) -> Any:
 
 
 def build_objects(state: Any, optimizer: object, device: torch.device) -> Any:
-    """Return a state with what :func:`describe_objects` described. Tensors in it are on ``device``.
+    """Return a state with the objects that :func:`describe_objects` described. Tensors in it are on ``device``.
 
     No code of a class is run. Raises ``OptimizerMismatchError`` if the optimizer's package has no such class.
     """

@@ -50,7 +50,7 @@ class StateDictOwnRestore:
         self._related = find_related(saved, names)
 
     def list_saved(self) -> list[tuple[int, Any]]:
-        """Return the ``id`` of the state dict with what it gets, if it gets something."""
+        """Return the ``id`` of the state dict with the values that it gets, if it gets some."""
         return [] if self._entry is None else [(id(self._state_dict), self._entry.get("values"))]
 
     @property

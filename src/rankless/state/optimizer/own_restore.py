@@ -26,10 +26,10 @@ from rankless.state.user_objects import loading_code
 
 
 class OwnRestore:
-    """The saved values that an optimizer gets, which has parameters of these ``names``.
+    """The saved values that an optimizer with parameters of these ``names`` gets.
 
-    ``saved`` are those of the whole checkpoint. If it ``is_unclassed``, another system saved the state dict: there,
-    and in files for ``Optimizer.load_state_dict``, values are also among the settings of groups and the states.
+    ``saved`` has the entries of the whole checkpoint. If it ``is_unclassed``, another system saved the state dict:
+    there, and in files for ``Optimizer.load_state_dict``, values are also among the settings of groups and the states.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class OwnRestore:
         return type(self._optimizer).__qualname__
 
     def list_saved(self) -> list[tuple[int, Any]]:
-        """Return the ``id`` of the optimizer with what it gets, if it gets something."""
+        """Return the ``id`` of the optimizer with the values that it gets, if it gets some."""
         return [] if self._entry is None else [(id(self._optimizer), self._entry.get("values"))]
 
     @property

@@ -233,7 +233,7 @@ def _find_alike(group: ParamGroup, saved: EncodedGroups) -> EncodedGroups:
 def _find_split_groups(
     groups: Sequence[ParamGroup], group_of: Mapping[str, dict[str, Any]], tolerance: MatchTolerance
 ) -> dict[int, str]:
-    """Return a message for each group, by index, whose parameters are in groups of other settings in the checkpoint.
+    """Return a message for each group, by index, if the checkpoint has its parameters in groups of other settings.
 
     Groups with equal settings are one here if a stage of a pipeline that saved had no parameter in an earlier group.
     """
@@ -262,7 +262,7 @@ def _find_merged_groups(
 ) -> dict[int, str]:
     """Return a message for each group, by index, that is merged with another one in the checkpoint.
 
-    A saved group whose order is unknown was several of equal settings, of several optimizers or stages of a pipeline.
+    A saved group without a known order was several groups of equal settings, of several optimizers or pipeline stages.
     """
     problems: dict[int, str] = {}
     first_of: dict[tuple[int, int], int] = {}

@@ -1,4 +1,4 @@
-"""The check that a load can tell an optimizer's values from what stands for other values in a checkpoint.
+"""The check that a load can tell an optimizer's values from values that stand for others in a checkpoint.
 
 :mod:`rankless.state.optimizer.optimizer_view` checks on each rank, in the first vote of a save.
 """
