@@ -33,7 +33,7 @@ Chunks = tuple[SourceChunk, ...]
 class JoinedTensor(ChunkedTensor):
     """A tensor of chunks from several files.
 
-    Several such tensors may consist of the same chunks, so its identity is that of the object.
+    Several such tensors may consist of the same chunks, so its identity is the identity of the object.
     """
 
     @property
@@ -141,7 +141,7 @@ def offset_along(shape: Sequence[int], dim: int, start: int) -> tuple[int, ...]:
 def unstack_slices(chunks: Iterable[SourceChunk], budget: ReadBudget) -> dict[int, Chunks]:
     """Return the chunks of each tensor of a stack, by its index in the first dimension. Each is charged to ``budget``.
 
-    An index of which no chunk has an element is absent.
+    An index without an element in any chunk is absent.
     """
     tensors: dict[int, list[SourceChunk]] = {}
     for chunk in chunks:
@@ -160,7 +160,7 @@ def _unstacked_location(chunk: SourceChunk, index: int) -> StridedLocation:
 
 
 def reshape_flat_slices(chunks: Iterable[SourceChunk], shape: tuple[int, ...], width: int) -> Chunks:
-    """Return the chunks of a flat tensor, of elements of ``width`` bytes, as those of a tensor of ``shape``."""
+    """Return the chunks of a flat tensor, of elements of ``width`` bytes, as chunks of a tensor of ``shape``."""
     strides = row_major_strides(shape, width)
     return tuple(
         SourceChunk(box, partial(_reshaped_location, chunk, box, strides, width), chunk.order_hint)

@@ -64,7 +64,8 @@ class EditedContent(NamedTuple):
     """The contents of an edited checkpoint: tensors and ties by group, changes of values and of small files.
 
     ``change_config`` returns the bytes of ``config.json``. ``record`` becomes a member of the manifest.
-    ``reconstructed`` are names of what no stored tensor has, and ``unread`` what cannot be read after the edit.
+    ``reconstructed`` has the names of values that no stored tensor has. ``unread`` has notes on tensors and values that
+    cannot be read after the edit.
     """
 
     tensors: Mapping[str, Mapping[str, EditedTensor]]
@@ -77,7 +78,7 @@ class EditedContent(NamedTuple):
 
 
 class EditedReader:
-    """A reader of an edited checkpoint. ``readers`` are those of the stored ones; values are those of the first.
+    """A reader of an edited checkpoint. ``readers`` read the stored checkpoints; the first one provides the values.
 
     See :class:`rankless.formats.reader.Reader` and :class:`rankless.formats.reader.EditedCheckpoint`.
     """
@@ -110,7 +111,7 @@ class EditedReader:
 
     @property
     def unread(self) -> Sequence[UnreadTensorNote]:
-        """The tensors and values that rankless cannot read, and states for which an edit has no rule."""
+        """The tensors and values that rankless cannot read, and states that an edit has no rule for."""
         return [*self.original.unread, *self.content.unread]
 
     @property

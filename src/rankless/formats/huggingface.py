@@ -211,7 +211,7 @@ class HuggingFaceReader:
         return [text for text in texts if text is not None]
 
     def is_current(self) -> bool:
-        """Return whether all files are still those whose headers were read, with the same bytes."""
+        """Return whether all files are the same ones as when their headers were read, with the same bytes."""
         files = [file for files in self._file_sets.values() for file in files.files]
         return all(map_requests(SafetensorsFile.is_current, files))
 

@@ -129,7 +129,7 @@ def _read_again_if_missing(file: Path) -> bytes:
 
 
 def claims_to_be_native(path: Path) -> bool:
-    """Return whether a folder whose manifest cannot be read looks like a rankless checkpoint.
+    """Return whether a folder with an unreadable manifest looks like a rankless checkpoint.
 
     It does if the manifest names the format, or if both ``state.json`` and ``ranks.json`` are there.
     """
@@ -326,7 +326,7 @@ class NativeReader:
 
 
 def decode_values(shared: bytes, ranks: bytes, folder: Path, shared_codec: ArrayCodec) -> CheckpointValues:
-    """Decode the shared values of a checkpoint, and parse those of the ranks, from its files in ``folder``.
+    """Decode the shared values of a checkpoint, and parse the per-rank values, from its files in ``folder``.
 
     Readers call it on each rank, and the receivers of a live copy.
     """

@@ -71,7 +71,7 @@ def _open_model(pipeline: Path, name: str) -> Reader:
 
 
 class _PartReader:
-    """A reader of one model whose group has another name. See :class:`rankless.formats.reader.Reader`."""
+    """A reader of one model, under another name of its group. See :class:`rankless.formats.reader.Reader`."""
 
     def __init__(self, reader: Reader, group: str) -> None:
         self._reader, self._group = reader, group

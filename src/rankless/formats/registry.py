@@ -64,13 +64,13 @@ MEGATRON_HF = "hf"
 #: The format of ``torch.distributed.checkpoint``.
 DCP = "dcp"
 
-#: Lightning's folders: those of DCP with one more file.
+#: Lightning's folders: DCP's folders with one more file.
 LIGHTNING_FOLDER = "lightning-folder"
 
 #: The key that says how NxD divides parameters among tensor-parallel ranks, and which names Megatron's tensors get.
 LAYOUT = "layout"
 
-#: Formats that can be read, in the order in which they are tried.
+#: Formats that can be read, the one that is tried first comes first.
 READABLE: Mapping[str, ReadableFormat] = {
     ACCELERATE: ReadableFormat(
         "rankless.accelerate.reader.folder_parts:is_training_folder",

@@ -15,7 +15,7 @@ from rankless.ondisk.read_budget import ReadBudget
 #: The units in the budget for the chunks of a whole folder, in addition to those that its metadata earns.
 LEAST = 2**22
 
-#: Units of work for a chunk in each dimension of a tensor whose chunks are not contiguous.
+#: Units of work for a chunk in each dimension of a tensor that has chunks which are not contiguous.
 _CHUNK = 4
 
 

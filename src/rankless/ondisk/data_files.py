@@ -35,7 +35,8 @@ CRC_KEY = "rankless.crc64nvme"
 #: Key of the header metadata that holds ``{tied name: stored name}`` as JSON.
 TIED_KEY = "rankless.tied"
 
-#: The group of a PEFT adapter, ``default``; those of other adapters have their name after a slash.
+#: The group of a PEFT adapter, ``default``. The groups of other adapters have their name after a slash, for example
+#: ``adapter/style``.
 ADAPTER = "adapter"
 
 #: The folder of a weights directory that has the manifests of published versions.
@@ -270,7 +271,7 @@ def _file_paths(group: str, n: int) -> list[str]:
 
 
 def index_path(files: Sequence[DataFile]) -> str:
-    """Return the path of the index of a group's files, of which there are several."""
+    """Return the path of the index of a group's files, if the group has several."""
     return f"{_NUMBER.sub('', files[0].path)}.index.json"
 
 

@@ -15,8 +15,8 @@ from typing import Any
 #: The most keys of one hash that a table may have. Ordinary tables have a few: ``-1`` and ``-2`` have the same hash.
 MAX_EQUAL_HASHES = 32
 
-#: Types of which an attacker cannot find many values of one hash. The hashes of texts are randomised per process, and
-#: at most 34 floats have the same hash.
+#: Types that offer an attacker no way to find many values of one hash. The hashes of texts are randomised per process,
+#: and at most 34 floats have the same hash.
 _SAFE_TYPES = frozenset({str, bytes, float, bool, type(None)})
 
 #: Integers below this are their own hash.
@@ -24,7 +24,7 @@ _SELF_HASH_LIMIT = 2**61 - 2
 
 
 def count_hashes(keys: Iterable[Any]) -> Counter[int]:
-    """Count each hash of the keys whose hashes an attacker can choose."""
+    """Count each hash of the keys, without keys of types where an attacker cannot choose the hash."""
     return Counter(hash(key) for key in keys if not has_safe_hash(key))
 
 

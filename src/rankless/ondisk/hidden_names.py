@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 #: ``partial``: a save in progress, or an interrupted one. ``replaced``: a checkpoint that another save replaced.
 #: ``removed``: a checkpoint that is being deleted. ``corrupt``: one that a load found corrupt, or that has no manifest,
 #: kept for inspection. ``lock``: no directory, but the lock file of the ``partial`` one. ``pin``: a file too, of a
-#: process that needs the checkpoint; its id is that of the pin.
+#: process that needs the checkpoint; its id is the id of the pin.
 State = Literal["partial", "replaced", "removed", "corrupt", "lock", "pin"]
 
 #: The file with statistics of a checkpoint, which is put into its folder after the save, and is not in its manifest.

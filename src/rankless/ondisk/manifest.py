@@ -37,7 +37,7 @@ _TAIL = re.compile(rb',\n  "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
 
 
 class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file: its size in bytes and the CRC of all of it. For a data file, also those of its header."""
+    """A file: its size in bytes and the CRC of all of it. For a data file, also the size and the CRC of its header."""
 
     size: Count
     crc64nvme: Hex64

@@ -1,8 +1,7 @@
 """Validation of tags, file names, tensor names, manifest numbers and arguments.
 
-Public functions check their arguments with it on each rank, inside of what makes errors common
-(:mod:`rankless.engine.comm.collective_call`, or the first vote). :func:`state_key` makes names of tensors that are in
-files.
+Public functions check their arguments with it on each rank, inside :mod:`rankless.engine.comm.collective_call` or the
+first vote, which make errors common. :func:`state_key` makes names of tensors that are in files.
 """
 
 from __future__ import annotations

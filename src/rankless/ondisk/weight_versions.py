@@ -46,12 +46,15 @@ _TAIL = re.compile(rb',"crc64nvme":"([0-9a-f]{16})"}\n\Z')
 
 
 def manifest_name(number: int) -> str:
-    """Return the name of the manifest of a version: its number with 20 digits, so that names sort."""
+    """Return the name of the manifest of a version: its number with 20 digits, so that names sort.
+
+    For example, version 7 has ``00000000000000000007.json``.
+    """
     return f"{number:020d}.json"
 
 
 def number_of_name(name: str) -> int | None:
-    """Return the number of the version whose manifest has this name; ``None`` for other names."""
+    """Return the number of a version, given the name of its manifest; ``None`` for other names."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match and int(match[1]) <= LARGEST else None
 
@@ -99,9 +102,9 @@ class PublishedFile(msgspec.Struct, frozen=True):
 
 
 class VersionFile(msgspec.Struct, frozen=True):
-    """A model file of a version, of which a delta stores the header only.
+    """A model file of a version. A delta stores only the header of it.
 
-    ``header`` is the JSON in the file; spaces follow up to ``data_start``. ``crc64nvme`` is that of the whole file.
+    ``header`` is the JSON in the file; spaces follow up to ``data_start``. ``crc64nvme`` is the CRC of the whole file.
     """
 
     name: str
@@ -118,7 +121,7 @@ class VersionFile(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """A way from a base to a version: parts, whose ranges say which words differ."""
+    """A way from a base to a version: parts with ranges that say which words differ."""
 
     base: VersionKey
     parts: list[PublishedFile]
@@ -130,7 +133,7 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Anchor(msgspec.Struct, frozen=True):
-    """The newest version by then whose files were written, and their folder. It has the small files of a delta, too."""
+    """The newest version by then that has its files written, and their folder: also for the small files of a delta."""
 
     number: Count
     id: Hex64
@@ -141,7 +144,7 @@ class Anchor(msgspec.Struct, frozen=True):
 class VersionManifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The manifest of a version without its last member, which is the CRC of all bytes before it.
 
-    ``deltas`` are the ways to it, that from the version before first, and ``folder`` has their parts; it is empty
+    ``deltas`` are the ways to it, the way from the version before first, and ``folder`` has their parts; it is empty
     without them. ``anchor`` is the version itself if its files were written. ``files`` are its model files, in order,
     whether or not they were written; ``small_files`` are in the folder of the anchor. Readers ignore members that they
     do not know: a change that a reader must know about increments ``version``.
@@ -233,7 +236,7 @@ def _check_padding(file: VersionFile, subject: str) -> None:
 
 
 def _check_names(manifest: VersionManifest, subject: str) -> None:
-    """Raise ``CorruptCheckpointError``, or ``UnsafeNameError``, if a file could be that of another version."""
+    """Raise ``CorruptCheckpointError``, or ``UnsafeNameError``, if a file could belong to another version."""
     names = [*(file.name for file in manifest.files), *(file.name for file in manifest.small_files)]
     parts = [part.name for delta in manifest.deltas for part in delta.parts]
     for name in (*names, *parts):

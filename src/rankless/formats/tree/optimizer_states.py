@@ -51,8 +51,8 @@ class ParsedOptimizer:
     """An optimizer: its parameter groups, and the states of its parameters by name.
 
     With ``by_number`` the parameters have no names, but are identified by their number, counted over all groups.
-    ``kind`` is the name of its class, which only files of rankless have. ``own`` is what it keeps besides states and
-    settings, in the form of ``state.json``.
+    ``kind`` is the name of its class, which only files of rankless have. ``own`` has the values that it keeps besides
+    states and settings, in the form of ``state.json``.
     """
 
     groups: Sequence[OptimizerGroup]

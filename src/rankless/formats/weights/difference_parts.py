@@ -73,7 +73,7 @@ class TensorWords(msgspec.Struct, frozen=True):
 
 
 class DifferencePart(msgspec.Struct, frozen=True, eq=False):
-    """A part whose table was read, and checked."""
+    """A part after its table was read and checked."""
 
     path: Path
     data_start: int
@@ -112,7 +112,7 @@ def open_part(folder: Path, part: PublishedFile, tensors: Sequence[TensorWords])
 
 
 def _check_table(table: _Table, data_size: int, tensors: Sequence[TensorWords], path: Path) -> None:
-    """Raise ``CorruptCheckpointError`` unless all rows are ranges of tensors, in order, whose streams are there."""
+    """Raise ``CorruptCheckpointError`` unless all rows are ranges of tensors, in order, and have their streams."""
     widths = np.array([tensor.word.itemsize for tensor in tensors], np.int64)
     counts = np.array([tensor.count for tensor in tensors], np.int64)
     tensor, start, count, changed = (table[:, column] for column in (TENSOR, START, COUNT, CHANGED))

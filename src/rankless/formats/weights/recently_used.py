@@ -32,7 +32,7 @@ class RecentlyUsed(Generic[Kept]):
         self._turns: dict[Hashable, threading.Lock] = {}
 
     def find(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
-        """Return what is kept, or make it."""
+        """Return the kept object of this key, or make it."""
         with self._lock:
             turn = self._turns.setdefault(key, threading.Lock())
         with turn:
