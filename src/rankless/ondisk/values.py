@@ -383,7 +383,7 @@ def _build_time(parts: list[Any]) -> dt.time:
 
 
 def _encode_instant(value: dt.datetime | dt.time) -> list[Any]:
-    """Encode a time with the parts that ``isoformat`` omits: the zone, and ``fold``, which tells two equal hours apart.
+    """Encode a time with the parts that ``isoformat`` omits: the zone, and ``fold``, which separates two equal hours.
     """
     return [value.replace(tzinfo=None).isoformat(), value.tzinfo, value.fold]
 

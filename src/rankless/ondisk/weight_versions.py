@@ -1,8 +1,8 @@
 """Published versions of a model's weights: the manifest of a version, and the table of a part. Pure.
 
-A *weights directory* has a manifest for each version in ``versions/``. The exclusive creation of a manifest commits
-the version. A version may be an *anchor*, a folder as ``save_model`` writes it, and have *deltas*: parts that say how
-its model files differ from those of an older version, the base. The manifest has the headers of its model files, with
+A *weights directory* has a manifest for each version in ``versions/``. The exclusive creation of a manifest commits the
+version. A version may be an *anchor*, a folder as ``save_model`` writes it, and have *deltas*: parts that say how its
+model files differ from the files of an older version, the base. The manifest has the headers of its model files, with
 the CRCs of their blocks, also if these files were never written. So a reader that puts a version together can prove it.
 
 Rank 0 of a publisher encodes manifests (:mod:`rankless.weights.version_output`), each rank its parts; readers decode

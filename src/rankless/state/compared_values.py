@@ -64,7 +64,7 @@ def digest_values(compared: Mapping[str, ComparedValue]) -> dict[str, bytes]:
 
 
 def _digest_value(value: ComparedValue, crcs: Iterator[int]) -> bytes:
-    if value.encoded is None and len(value.tensors) == 1:  # a buffer, of which a model may have thousands
+    if value.encoded is None and len(value.tensors) == 1:  # a buffer: a model may have thousands
         (tensor,) = value.tensors.values()
         return digest_bytes(f"{NAMES[tensor.dtype]} {[*tensor.shape]} {next(crcs)}".encode(), DIGEST_BYTES)
     hashed = [

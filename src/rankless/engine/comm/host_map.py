@@ -20,7 +20,10 @@ HostRuns = list[tuple[int, int]]
 
 
 class HostMap(msgspec.Struct, frozen=True, dict=True):
-    """The hosts of a job. ``host_of`` has the number of each rank's host, counted in the order of their first ranks."""
+    """The hosts of a job. ``host_of`` has the number of each rank's host, counted in the order of their first ranks.
+
+    For example, ``host_of`` is ``(0, 0, 1, 1)`` if ranks 0 and 1 are on one host, and ranks 2 and 3 on another one.
+    """
 
     host_of: tuple[int, ...]
 
@@ -36,7 +39,7 @@ class HostMap(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def runs(self) -> HostRuns:
-        """The hosts of consecutive ranks."""
+        """The hosts of consecutive ranks: for example, ``[(0, 2), (1, 2)]`` for ``host_of`` ``(0, 0, 1, 1)``."""
         return [(host, len(list(group))) for host, group in groupby(self.host_of)]
 
     @cached_property

@@ -86,7 +86,10 @@ def _number_ranks(global_ranks: Sequence[int]) -> dict[int, int]:
 
 
 def deduplicate(values: Sequence[bytes]) -> tuple[list[int], list[int]]:
-    """Return the index of each value among the distinct ones, and the first rank that has each."""
+    """Return the index of each value among the distinct ones, and the first rank that has each.
+
+    For example, ``[b"x", b"y", b"x"]`` gives ``[0, 1, 0]`` and ``[0, 1]``.
+    """
     numbers: dict[bytes, int] = {}
     first_ranks: list[int] = []
     for rank, value in enumerate(values):

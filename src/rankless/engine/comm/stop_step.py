@@ -121,7 +121,10 @@ class StepConsensus:
             return int(self._store.get(_CHOSEN_KEY)[0])
 
     def _publish_count(self) -> None:
-        """Report the number of steps, once. The last rank to report publishes the chosen step."""
+        """Report the number of steps, once. The last rank to report publishes the chosen step.
+
+        For example, if the ranks have counted 10, 11 and 10 steps, all stop at step 12.
+        """
         if self._has_reported:
             return
         self._has_reported = True

@@ -49,7 +49,10 @@ def find_differing(posted: Iterable[bytes]) -> bytes:
 
 
 def select_unequal(entries: Iterable[tuple[Name, bytes]]) -> set[Name]:
-    """Return the names that have several different digests, given the entries of all ranks."""
+    """Return the names that have several different digests, given the entries of all ranks.
+
+    For example, ``[("a", b"1"), ("b", b"1"), ("a", b"2")]`` gives ``{"a"}``.
+    """
     first_digests: dict[Name, bytes] = {}
     return {name for name, digest in entries if first_digests.setdefault(name, digest) != digest}
 

@@ -38,7 +38,8 @@ def decode_rows(reports: Iterable[bytes], row: np.dtype[Any]) -> list[Any]:
 def compress_rows(rows: bytes, row_bytes: int) -> bytes:
     """Compress the result of :func:`encode_rows`: neighbouring rows have most bytes in common, but not their CRCs.
 
-    The first bytes of all rows come first, then the second ones, and so on.
+    The first bytes of all rows come first, then the second ones, and so on. For example, the rows ``ab`` and ``cd`` are
+    compressed as ``acbd``.
     """
     return zlib.compress(np.frombuffer(rows, np.uint8).reshape(-1, row_bytes).T.tobytes(), _LEVEL)
 

@@ -22,7 +22,8 @@ T = TypeVar("T")
 def rotate_by_rank(requests: Sequence[T], rank: int) -> Iterator[T]:
     """Yield the requests in an order of the rank's own, so that ranks with the same requests share the reading.
 
-    If all had one order, they would all wait for the same page of the disk.
+    If all had one order, they would all wait for the same page of the disk. For example, rank 0 begins with request 0
+    of 16, and rank 1 with request 9.
     """
     for start in range(0, len(requests), WINDOW):
         window = requests[start : start + WINDOW]

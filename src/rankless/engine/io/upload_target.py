@@ -59,7 +59,7 @@ class UploadTarget:
 
 
 def check_file_size(path: str, nbytes: int) -> None:
-    """Raise ``InvalidArgumentError`` if a file has more parts than a store accepts."""
+    """Raise ``InvalidArgumentError`` if a file has more parts than a store accepts, for example a file of 200 GiB."""
     if nbytes > _MAX_PARTS * PART_BYTES:
         raise InvalidArgumentError(
             f"{path} has {nbytes} bytes, and an object store accepts {_MAX_PARTS * PART_BYTES} of one file: "

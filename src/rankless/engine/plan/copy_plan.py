@@ -273,7 +273,7 @@ def _compress(source: _Numbers, target: _Numbers, sizes: _Numbers) -> Iterator[C
     changes = np.flatnonzero((steps[:, 1:] != steps[:, :-1]).any(axis=0)) + 1
     stretch_ends = [*changes.tolist(), steps.shape[1]]
     first = 0
-    for end in stretch_ends:  # the steps before number ``end`` are alike, from that of piece ``first`` on
+    for end in stretch_ends:  # the steps from piece ``first`` to number ``end`` are alike
         if first >= end:
             continue
         if steps[2, first]:

@@ -80,7 +80,10 @@ def tensor_chunks(file_ranges: Iterable[FileRange], limit: int | None = None) ->
 
 
 def split_at_blocks(file_range: FileRange) -> Iterator[FileRange]:
-    """Yield the parts of a range in each block of its tensor."""
+    """Yield the parts of a range in each block of its tensor.
+
+    For example, 10 to 20 MiB of a tensor give 10 to 16 MiB and 16 to 20 MiB.
+    """
     remaining = file_range
     while remaining.start < remaining.stop:
         size = min(remaining.stop - remaining.start, BLOCK_BYTES - remaining.start % BLOCK_BYTES)

@@ -20,7 +20,10 @@ Coordinate = tuple[int, ...]
 
 
 class MeshShape(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
-    """A mesh of ranks. ``ranks`` are in row-major order."""
+    """A mesh of ranks. ``ranks`` are in row-major order.
+
+    For example, with shape ``(2, 2)`` and ranks ``(0, 1, 2, 3)`` rank 2 is at place ``(1, 0)``.
+    """
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -33,7 +36,8 @@ class Replicated(msgspec.Struct, frozen=True, array_like=True, tag="r"):
 class Sharded(msgspec.Struct, frozen=True, array_like=True, tag="s"):
     """A placement that splits dimension ``dim`` as ``torch.chunk`` does.
 
-    ``split`` is the factor of a ``_StridedShard``; 1 for a plain ``Shard``.
+    ``split`` is the factor of a ``_StridedShard``; 1 for a plain ``Shard``. For example, 5 rows on 4 ranks are shards
+    of 2, 2, 1 and 0 rows.
     """
 
     dim: int
@@ -89,7 +93,11 @@ def is_dividing(placement: Placement, size: int) -> TypeGuard[Sharded | FlatShar
 
 
 def axes_by_dim(layout: PlacementLayout) -> dict[int, list[int]]:
-    """Return the mesh dimensions that divide each dimension of a tensor; those that divide it first come first."""
+    """Return the mesh dimensions that divide each dimension of a tensor; those that divide it first come first.
+
+    For example, on a ``(2, 4)`` mesh of FSDP2 and tensor parallelism, both along dimension 0 of a tensor, the result is
+    ``{0: [1, 0]}``: tensor parallelism divides first, so FSDP2 has ``Sharded(0, split=4)``.
+    """
     axes_of_dim: dict[int, list[int]] = {}
     for axis in reversed(range(len(layout.placements))):
         placement, size = layout.placements[axis], layout.mesh.shape[axis]
@@ -112,7 +120,11 @@ def intern_layout(layout: PlacementLayout) -> PlacementLayout:
 
 @lru_cache(maxsize=4096)
 def ranks_by_coordinate(layout: PlacementLayout) -> Mapping[Coordinate, tuple[int, ...]]:
-    """Return the ranks, ascending, that hold each shard."""
+    """Return the ranks, ascending, that hold each shard.
+
+    For example, a ``(2, 2)`` mesh of ranks 0 to 3 that replicates along its first dimension and shards along its second
+    one gives ``{(0,): (0, 2), (1,): (1, 3)}``.
+    """
     divides = list(map(is_dividing, layout.placements, layout.mesh.shape))
     holders: dict[Coordinate, list[int]] = {}
     for index, rank in enumerate(layout.mesh.ranks):

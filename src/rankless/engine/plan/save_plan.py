@@ -108,7 +108,8 @@ class TensorSpan(NamedTuple):
     """Bytes ``[start, stop)`` of a tensor as ranks hold it, and their place in a file.
 
     They are stored in tensor number ``tensor`` from its byte ``at`` on, and in file number ``file`` from byte
-    ``offset`` on.
+    ``offset`` on. For example, ``TensorSpan(0, 64, 3, 0, 1, 4096)`` has the first 64 bytes: they are the beginning of
+    tensor 3, and lie at byte 4096 of file 1.
     """
 
     start: int

@@ -26,7 +26,9 @@ class SplitLayout(msgspec.Struct, frozen=True, array_like=True):
     """Some elements of a tensor, and the stored tensor that contains them.
 
     The elements form a strided view (``offset``, ``size``, ``stride``, counted in elements) of the tensor, in row-major
-    order. The stored tensor is called ``name`` and has the ``shape``; it holds them from element ``at`` on.
+    order. The stored tensor is called ``name`` and has the ``shape``; it holds them from element ``at`` on. For
+    example, row 1 of a tensor of shape ``(2, 3)``, stored as a tensor of its own, has ``offset`` 3, ``size`` ``(3,)``,
+    ``stride`` ``(1,)`` and ``at`` 0.
     """
 
     name: str

@@ -36,7 +36,10 @@ def is_narrow(shard: LocalShard) -> bool:
 
 
 def split_into_stripes(shape: tuple[int, ...]) -> Iterator[ElementRange]:
-    """Yield the stripes of a tensor with shards of ``shape``, in order."""
+    """Yield the stripes of a tensor with shards of ``shape``, in order.
+
+    For example, 4096 rows of 8192 bytes are 4 stripes of 1024 rows each.
+    """
     if not math.prod(shape):
         return
     axis, row = _split_axis(shape)

@@ -1,4 +1,4 @@
-"""The writers of cells whose bytes lie on ranks as an earlier job left them. Pure functions.
+"""The writers of cells, for bytes that lie on ranks as an earlier job left them. Pure functions.
 
 A plan of a save chooses the holder of each byte; here the holders are given. Each cell with bytes of several ranks is
 written by one of them, and the others send it their bytes: by the one that has the byte at a fraction of the cell,

@@ -429,7 +429,7 @@ def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def add_values(given: dict[Any, Any], further: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a state dict with the further saved values at the top, in its groups and in its states."""
-    states = dict(given.get(STATE, {}))  # those of torch's state_dict() are the live ones
+    states = dict(given.get(STATE, {}))  # torch's state_dict() has the live states
     for number, added in further.get(STATE, {}).items():
         states[number] = {**states.get(number, {}), **added}
     for group, settings in zip(given.get(GROUPS, ()), further.get(GROUPS, ()), strict=False):
