@@ -30,7 +30,7 @@ def is_pipeline(path: Path) -> bool:
 
 
 def open_pipeline(folder: Path, keys: Mapping[str, str]) -> Reader:
-    """Return a reader of the models of a pipeline: of all as ``model/NAME``, or of the one that ``keys`` names.
+    """Return a reader of the models of a pipeline: of all, such as ``model/unet``, or of the one that ``keys`` names.
 
     Raises ``FormatError`` if there is none.
     """

@@ -30,7 +30,10 @@ class NamedRange(NamedTuple):
 
 
 class TensorMapping(msgspec.Struct, frozen=True, dict=True):
-    """A tensor that consists of ranges of stored tensors of its group, one after another."""
+    """A tensor that consists of ranges of stored tensors of its group, one after another.
+
+    For example, the fused parameter of all experts of a layer consists of a stored tensor of each expert.
+    """
 
     info: TensorInfo
     ranges: Sequence[NamedRange]

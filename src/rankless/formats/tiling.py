@@ -20,7 +20,11 @@ _CHUNK = 4
 
 
 def contiguous_range(box: IndexBox, shape: tuple[int, ...]) -> ElementRange | None:
-    """Return the range of elements of a box in row-major order, or ``None`` if it is not contiguous."""
+    """Return the range of elements of a box in row-major order, or ``None`` if it is not contiguous.
+
+    For example, rows 1 and 2 of a tensor of shape ``(4, 8)`` are elements ``[8, 24)``; its first column is not
+    contiguous.
+    """
     cut = next((dim for dim, size in enumerate(box.shape) if size != 1), len(shape))
     if any(box.shape[dim] != shape[dim] for dim in range(cut + 1, len(shape))):
         return None

@@ -147,7 +147,10 @@ def _encode_sparse(positions: npt.NDArray[np.int64], differences: Words, count: 
 
 
 def _encode_gaps(gaps: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-    """Return a byte for each gap below 255, and one byte of 255 more for each 255 words of a longer one."""
+    """Return a byte for each gap below 255, and one byte of 255 more for each 255 words of a longer one.
+
+    For example, the gaps 3 and 600 give the bytes 3, 255, 255 and 90.
+    """
     more = gaps // _MORE
     if not more.any():
         return gaps.astype(np.uint8)

@@ -36,7 +36,7 @@ class HiddenName(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the directory or file."""
+        """The name of the directory or file, for example ``.step_100.RUN.ID.partial`` with 16 digits for RUN and ID."""
         return f".{self.tag}.{self.run}.{self.id}.{self.state}"
 
     def with_state(self, state: State) -> HiddenName:

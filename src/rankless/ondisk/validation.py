@@ -29,7 +29,10 @@ _COMPONENT_BYTES, _PATH_BYTES = 255, 1000
 
 
 def state_key(fqn: str, state: str) -> str:
-    """Return a tensor's name in ``optimizer/``: the FQN, a slash, the state's name with ``%`` and ``/`` escaped."""
+    """Return a tensor's name in ``optimizer/``: the FQN, a slash, the state's name with ``%`` and ``/`` escaped.
+
+    For example, ``state_key("fc.weight", "exp_avg")`` is ``fc.weight/exp_avg``.
+    """
     return f"{fqn}/{state.replace('%', '%25').replace('/', '%2F')}"
 
 

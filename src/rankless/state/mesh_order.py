@@ -84,7 +84,10 @@ def _index_of(fixed: dict[int, int], ndim: int) -> tuple[int | slice, ...]:
 
 
 def _places_in_lines(array: NDArray[np.int64], dim: int) -> NDArray[np.int64]:
-    """Return the place of each rank among the sorted ranks of its line along a dimension."""
+    """Return the place of each rank among the sorted ranks of its line along a dimension.
+
+    For example, the line ``[2, 0, 3, 1]`` gives ``[2, 0, 3, 1]``, and ``[6, 4, 9]`` gives ``[1, 0, 2]``.
+    """
     return np.argsort(np.argsort(array, axis=dim), axis=dim)
 
 

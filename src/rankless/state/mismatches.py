@@ -48,7 +48,10 @@ class RestorePolicy(msgspec.Struct, frozen=True):
 
 
 def as_components(allow_missing: object) -> frozenset[str]:
-    """Return the components in the argument ``allow_missing``: a list of their names, or a single name."""
+    """Return the components in the argument ``allow_missing``: a list of their names, or a single name.
+
+    For example, ``"scheduler"`` and ``["scheduler"]`` are the same.
+    """
     if isinstance(allow_missing, str):
         return frozenset({allow_missing})
     if not isinstance(allow_missing, Iterable):
@@ -82,7 +85,7 @@ class MismatchReport(msgspec.Struct):
     def add_missing(self, component: str, name: str, reason: str = "", *, is_optional: bool = False) -> None:
         """Add a name that is not in the checkpoint, or that cannot be restored for a ``reason``.
 
-        What is optional is never refused.
+        An optional name is never refused.
         """
         self.missing.append(name)
         self.incomplete.add(component)

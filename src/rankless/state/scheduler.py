@@ -218,7 +218,10 @@ def _set_momentum(scheduler: Any) -> None:
 
 
 def _restore_integer_keys(live: Any, saved: Any) -> Any:
-    """Return a saved state with integer keys where the scheduler's own state has them. DCP stores all keys as text."""
+    """Return a saved state with integer keys where the scheduler's own state has them. DCP stores all keys as text.
+
+    For example, the ``milestones`` ``{"30": 1}`` of a ``MultiStepLR`` become ``{30: 1}``.
+    """
     if isinstance(live, list) and isinstance(saved, list) and len(live) == len(saved):
         return [_restore_integer_keys(live_item, saved_item) for live_item, saved_item in zip(live, saved, strict=True)]
     if not isinstance(live, dict) or not isinstance(saved, dict):

@@ -43,7 +43,7 @@ class WrapperView(msgspec.Struct, frozen=True):
 
     ``description`` has plain values: the class, dtype, shape, context and ``inner``, the names of the inner tensors.
     ``inner`` are these by name, live. If an inner tensor is a wrapper itself, its inner tensors have names with a dot,
-    such as ``tensor_data.scale``.
+    such as ``tensor_impl.scale`` of an ``AffineQuantizedTensor`` of torchao.
     """
 
     description: dict[str, Any]

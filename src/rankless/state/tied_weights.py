@@ -18,8 +18,8 @@ from rankless.state.tensor_views import local_tensor
 def find_tied(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
     """Yield the names, in order, of each tensor that has several names: tied weights.
 
-    One parameter under two names is tied and, among tensors of a state dict, views of the same memory with equal
-    layout are.
+    One parameter under two names is tied and, among tensors of a state dict, views of the same memory with equal layout
+    are. For example, a language model with tied embeddings gives ``["embed.weight", "lm_head.weight"]``.
     """
     first_names: dict[int, str] = {}
     by_address: dict[int, list[str]] = {}

@@ -215,7 +215,10 @@ def _collect_components(
 
 
 def _check_groups(contents: TreeContents) -> None:
-    """Raise ``FormatError`` if two tensors have the same name with their group as prefix: ``model/ema/w``."""
+    """Raise ``FormatError`` if two tensors have the same name with their group as prefix.
+
+    For example, ``ema/w`` in the group ``model`` and ``w`` in the group ``model/ema`` are both ``model/ema/w``.
+    """
     if any("/" in group for group in contents.groups):
         entries = (((group, name), None) for group, names in contents.groups.items() for name in names)
         index_by_name(entries, "/".join)

@@ -108,7 +108,8 @@ def _is_own_class(kind: type, optimizer: object) -> bool:
 def split_states(states: Mapping[str, Any], parameter: Any) -> Mapping[str, Any]:
     """Return states with the tensors in collections that are sharded, or have the parameter's shape, next to them.
 
-    A table with the name of such a state takes the tensor's place.
+    A table with the name of such a state takes the tensor's place. For example, the first such tensor in the state
+    ``history`` becomes the state ``history.0``.
     """
     parts: dict[str, torch.Tensor] = {}
     kept = {name: _split(value, str(name), parameter, parts) for name, value in states.items()}
