@@ -219,8 +219,7 @@ class _ChunkReader:
         self._open_reader, self._buffers = ExactReaderFactory(), BufferPool(CHUNK)
 
     def holds(self, chunk: IoChunk, fragments: Iterable[_TensorFragment]) -> bool:
-        """Return whether the base has a chunk's bytes: its CRCs there must equal the CRCs in ``fragments``.
-        """
+        """Return whether the base has a chunk's bytes: its CRCs there must equal the CRCs in ``fragments``."""
         stored = self._buffers.get()[: chunk.size]
         try:
             with closing(self._open_reader(self._paths[chunk.file])) as reader:
