@@ -2,8 +2,9 @@
 
 :mod:`rankless.edits` makes one, on each rank of a conversion or a load, over the readers of one checkpoint or several.
 Stored tensors keep their files and CRCs. Computed ones are read from sources that compute each range of bytes
-(:class:`rankless.engine.io.tensor_sources.ComputedSource`). What they read is hashed on the way, and who has read calls
-:meth:`EditedReader.verify_inputs`: no byte of a computed tensor may come from a block that does not match its CRC.
+(:class:`rankless.engine.io.tensor_sources.ComputedSource`). The bytes that they read are hashed on the way, and every
+reading rank calls :meth:`EditedReader.verify_inputs`: no byte of a computed tensor may come from a block that does not
+match its CRC.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ class _InputTensors:
             self._fragments.add_bytes(self._numbers[key], start, into)
 
     def verify(self) -> None:
-        """Compare what was read with the CRCs. Blocks that were read in part are read again."""
+        """Compare the bytes that were read with the CRCs. Blocks that were read in part are read again."""
         fragments, self._fragments = self._fragments, ReadFragments()
         verifier = ChecksumVerifier(self._reader, self._keys)
         verifier.verify_across_ranks(verifier.verify_local(fragments.merge_all()))

@@ -1,8 +1,8 @@
 """A reader of rankless's own format, version 1: see ``docs/format.md``.
 
 Every rank of a load opens the checkpoint with :class:`NativeReader` in the vote "reading the metadata"; rank 0,
-clean-ups and commands read manifests alone. The manifest is read first, and each file is compared with it. What cannot
-be read for a moment must be a ``StorageError``, and never "corrupt" or "missing".
+clean-ups and commands read manifests alone. The manifest is read first, and each file is compared with it. If a file
+cannot be read for a moment, the error must be a ``StorageError``, and never "corrupt" or "missing".
 """
 
 from __future__ import annotations

@@ -105,8 +105,7 @@ class Reader(Protocol):
         """Return the CRC of each block of a tensor, or ``None`` if the format has none."""
 
     def read_values(self, rank: int, shared_codec: ArrayCodec, rank_codec: ArrayCodec) -> CheckpointValues:
-        """Return the shared values and the values of ``rank``: their tensors are in the groups ``state`` and ``ranks``.
-        """
+        """Return the shared values and ``rank``'s values: their tensors are in the groups ``state`` and ``ranks``."""
 
     def check_files(self) -> None:
         """Verify every file that holds no tensor data. Raises ``CorruptCheckpointError`` naming the file."""

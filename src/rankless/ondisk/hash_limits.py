@@ -2,8 +2,8 @@
 
 Many keys of one hash make each insertion into a dict or set linear in its size: a denial-of-service attack.
 
-Readers of pickles and values, and the check of values of a save, count with it: what a save accepts, readers must
-accept.
+Readers of pickles and values, and the check of values of a save, count with it: readers must accept all values that a
+save accepts.
 """
 
 from __future__ import annotations

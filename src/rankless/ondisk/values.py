@@ -67,7 +67,7 @@ class ArrayCodec(Protocol):
 
 
 def name_tensor(taken: Container[str], key: str, suffix: str = "") -> str:
-    """Return the name under which a tensor or array of a tree is stored, which no other one of the tree has."""
+    """Return the stored name of a tensor or array of a tree. No other one of the tree has it."""
     name, n = key + suffix, 1
     while name in taken or (not suffix and name.endswith(tuple(PARAMETER_SUFFIXES.values()))):
         n += 1
@@ -383,8 +383,7 @@ def _build_time(parts: list[Any]) -> dt.time:
 
 
 def _encode_instant(value: dt.datetime | dt.time) -> list[Any]:
-    """Encode a time with the parts that ``isoformat`` omits: the zone, and ``fold``, which separates two equal hours.
-    """
+    """Encode a time with the parts that ``isoformat`` omits: the zone, and ``fold``, which tells equal hours apart."""
     return [value.replace(tzinfo=None).isoformat(), value.tzinfo, value.fold]
 
 

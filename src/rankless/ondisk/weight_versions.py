@@ -81,7 +81,7 @@ def delta_name(key: VersionKey) -> str:
 
 
 class TrainingPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The point of a training at which a version was published: its run and incarnation.
+    """The point of a training when a version was published: its run and incarnation.
 
     ``checkpoint`` is the id of the checkpoint that the job has begun to save last by then, or else has loaded, and
     ``tag`` its tag.

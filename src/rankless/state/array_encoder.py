@@ -29,7 +29,7 @@ from rankless.state.tensor_views import NAMES, check_present, local_tensor, view
 INLINE_BYTES = 64 * 2**10
 
 
-#: What begins the keys of values that are named by their content.
+#: Prefixes of the keys of values that are named by their content.
 _BY_CONTENT = ("optimizer", "scheduler")
 
 #: Names a tensor that is stored under a key, given the names that are taken, the key, the tensor, and a suffix.
@@ -50,7 +50,7 @@ def name_merged(
     Stages of a pipeline have other tensors at the same place, such as ``optimizer.own.0``: a name that all ranks may
     use must not be a place. Keys of models have the name of a module. ``own`` are the entries of optimizers, by slot:
     they change from save to save, and are named by the optimizer's parameters, so that the plan of the save before
-    stays valid. What is in settings and in schedulers hardly changes, and is named by its content: ranks that have
+    stays valid. Tensors in settings and in schedulers hardly change, and are named by their content: ranks that have
     equal settings store them once, and :func:`~rankless.state.capture.merge_values` sees that others differ.
 
     Names are in files, and a load finds tensors by them.

@@ -1,4 +1,4 @@
-"""The mismatches between a checkpoint and what it is loaded into, and the policy that refuses or allows them.
+"""The mismatches between a checkpoint and the objects of a load, and the policy that refuses or allows them.
 
 A load or live copy fills a report on each rank while it matches; rank 0 of a load merges the tolerated mismatches of
 all ranks in the vote "matching the checkpoint with what it is loaded into".
@@ -124,9 +124,9 @@ class MismatchReport(msgspec.Struct):
         return reasons[: _SHOWN + 1]
 
     def raise_if_any(self, policy: RestorePolicy, source: str, advice: str = "") -> None:
-        """Raise a ``MismatchError`` that names all mismatches which the policy does not allow.
+        """Raise a ``MismatchError`` that names all mismatches, without the ones that the policy allows.
 
-        ``advice`` says what to do if something is different.
+        ``advice`` is text for the message if something is different.
         """
         refused, unexpected = self.refused_components(policy), self.refused_names(policy)
         lines = self.different + [reason for component, reason in self.reasons if not policy.may_be_missing(component)]

@@ -1,4 +1,4 @@
-"""Tied weights: the names under which one tensor of a model stands.
+"""Tied weights: the several names of one tensor of a model.
 
 :mod:`rankless.state.model.model_traversal` asks it on each rank. Ranks with the same model must keep the same name of a
 tensor: it is in files.

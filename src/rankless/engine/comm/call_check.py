@@ -78,7 +78,7 @@ def vote_same_call(
 
 
 def _are_different(digests: Sequence[bytes]) -> bool:
-    """Return whether calls differ, or what the same members share."""
+    """Return whether calls differ, or values that the same members share."""
     shared = {digest[_DIGEST_BYTES:] for digest in digests}
     members = {digest[:_DIGEST_BYTES] for digest in shared}
     return len({digest[:_DIGEST_BYTES] for digest in digests}) > 1 or len(shared) > len(members)

@@ -2,8 +2,8 @@
 
 1. Each rank posts its outcome to the other ranks of its host. The last one sends all of them to the store, in one
    message. No rank waits for that, and none has a special role.
-2. One waiting rank of each host polls the store, and posts what it finds for the others. If it stops, because it is
-   dead or stuck, another one takes its turn.
+2. One waiting rank of each host polls the store, and posts its findings for the others. If it stops, because it is dead
+   or stuck, another one takes its turn.
 3. If outcomes are missing after half of the time until they would be reported, the ranks that wait ask for *direct*
    outcomes: each rank of a host that is not complete gets a key of its own in the store, as in
    :class:`VoteChannel`. So a missing rank is distinguished from others of its host, and a vote succeeds even if
@@ -160,13 +160,13 @@ class HostVoteChannel(VoteChannel):
         return [rank for rank in sorted(ranks) if not super(HostVoteChannel, self).has_posted(rank)]
 
     def delete_outcomes(self) -> None:
-        """Delete the outcomes of this vote, and what rank 0 published in the one before, in the background."""
+        """Delete the outcomes of this vote, and rank 0's messages of the one before, in the background."""
         super().delete_outcomes()
         if self._are_direct_outcomes_wanted():
             self._store.delete_keys(*self._rank_keys, self._key(_DIRECT))
 
     def close(self) -> None:
-        """End the vote on this rank. The last rank of the host removes what was posted within it."""
+        """End the vote on this rank. The last rank of the host removes the messages within it."""
         self._board.withdraw(str(self._rank))
         if not any(name.isdecimal() for name in self._board.names()):
             self._board.remove()

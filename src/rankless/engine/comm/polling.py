@@ -3,8 +3,8 @@
 A call that blocks in the store stalls every other user of the same connection in this process.
 
 :func:`poll_until` is the wait of votes, of the rendezvous, of store messages and of the watch, on every rank, in the
-thread that needs the others. A load also waits with it for a directory that its host does not see yet. What is polled
-must not block.
+thread that needs the others. A load also waits with it for a directory that its host does not see yet. The polled
+function must not block.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ class Session:
     """The votes of one save or load, in an order that is the same on every rank.
 
     ``number`` distinguishes it from other sessions. ``store`` has its keys; a single rank has none. ``agreement`` has
-    the hosts on which the ranks have agreed.
+    the hosts, once the ranks have agreed on them.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Session:
     def vote(self, phase: str, work: Callable[[], T], encode: Callable[[T], bytes], decide: Decide) -> tuple[T, bytes]:
         """Do ``work`` on this rank, and ``decide`` on rank 0 over the results of all ranks. Return result and decision.
 
-        If work fails on any rank, or the decision fails, every rank raises the error, naming the ranks on which it
+        If work fails on any rank, or the decision fails, every rank raises the error, which names the ranks where it
         happened. Raises ``RankTimeoutError`` naming the ranks that did not come within the timeout.
         """
         with span(phase, "step"):

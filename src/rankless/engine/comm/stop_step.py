@@ -1,4 +1,4 @@
-"""Agreement of all ranks on a future step at which to stop. Each rank counts its own steps; no collective is used.
+"""Agreement of all ranks on a future step to stop at. Each rank counts its own steps; no collective is used.
 
 Training calls :meth:`StepConsensus.count_step` once a step on every rank, which only counts. To stop all ranks,
 :meth:`StepConsensus.request_stop` is called on one of them. A thread next to the training of each rank polls for that

@@ -212,7 +212,7 @@ def _merge_votes(outcomes: Sequence[VoteOutcome], decide: Decide, phase: str) ->
 
 
 def _merge_failures(failed: list[tuple[int, RankFailure]], size: int, phase: str) -> RankFailure:
-    """Return one failure for all ranks: the first, with the ranks on which it happened.
+    """Return one failure for all ranks: the first, with the ranks where it happened.
 
     The failure of a rank that gave up because of another's failure counts last.
     """

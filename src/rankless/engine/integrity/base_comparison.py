@@ -6,7 +6,7 @@ more is read or hashed. They are no proof: every byte that is left out of a chec
 :mod:`rankless.save.incremental` uses it on each rank: :meth:`~BaseComparison.sample_files` in the vote on the
 preparation, :meth:`~BaseComparison.sum_files` in the vote "finding unchanged bytes",
 :meth:`~BaseComparison.sum_tensors` in the vote "checking frozen tensors", in the background thread if there is one. A
-sample may only decide what is hashed, never what is shared.
+sample may only decide which bytes are hashed, never which are shared.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def has_all_blocks(blocks: Collection[int], nbytes: int) -> bool:
 def _blocks_and_ends(
     tensor: NDArray[np.uint32], start: Numbers, sizes: Sequence[int]
 ) -> tuple[NDArray[np.uint32], Numbers]:
-    """Return the number of the block of each position of a tensor, and the position at which that block ends."""
+    """Return the number of the block of each position of a tensor, and the end of that block."""
     block = start // np.uint64(BLOCK_BYTES)
     ends = np.minimum((block + np.uint64(1)) * np.uint64(BLOCK_BYTES), np.array(sizes, np.uint64)[tensor])
     return block.astype(np.uint32), ends

@@ -46,7 +46,7 @@ class VerifiedTensors(Protocol):
 class ChecksumVerifier:
     """The expected CRCs of a checkpoint's tensors; ``numbered`` has their keys by number.
 
-    ``reads_again``: whether this rank can read any byte, if what all ranks have read does not tell the CRC of a block.
+    ``reads_again``: whether this rank can read any byte, if the reads of all ranks do not tell the CRC of a block.
     """
 
     def __init__(

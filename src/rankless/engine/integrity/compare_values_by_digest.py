@@ -2,7 +2,7 @@
 
 A rank posts 16 bytes for each name that it has. A name may be on some ranks only: those are compared with each other.
 
-Each rank posts its table in the vote "looking at what to save", and rank 0 finds what differs there
+Each rank posts its table in the vote "looking at what to save", and rank 0 finds the differing values there
 (:mod:`rankless.save.save_negotiation`). Digests are sent and not stored. They must not depend on the rank, nor on the
 process.
 """

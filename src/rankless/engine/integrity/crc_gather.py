@@ -40,7 +40,7 @@ from rankless.process.prepared_types import prepared
 #: The most ranks that report to rank 0 directly.
 MAX_FLAT_RANKS = 64
 
-#: What became of a rank's CRCs: they are in the store, or another rank of the host stores them.
+#: The state of a rank's report: its CRCs are in the store, or another rank of the host stores them.
 _STORED, _POSTED = b"+", b"."
 
 #: The decision that all ranks store their own CRCs, because messages within a host were lost.
@@ -283,7 +283,7 @@ class StoredReports:
         self._stored.append(self._key(name))
 
     def check_hosts(self, published: Sequence[bytes]) -> bytes:
-        """Return the decision: whether the reports of a host are missing, given what became of each rank's report."""
+        """Return the decision: whether the reports of a host are missing, given the state of each rank's report."""
         hosts = self._session.hosts
         if hosts is None or not hosts.can_combine:
             return b""
@@ -318,7 +318,7 @@ class StoredReports:
         return [f"host/{host}" for host in bucket] if bucket[0] == hosts.host_of[rank] else []
 
     def delete(self) -> None:
-        """Delete what this rank has stored and posted."""
+        """Delete the reports and messages that this rank has stored and posted."""
         self._store.delete_keys(*self._stored)
         if self._messages is not None:
             self._messages.withdraw()

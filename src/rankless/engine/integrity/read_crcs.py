@@ -121,7 +121,7 @@ def decode_pieces(reports: Iterable[bytes]) -> list[CrcPiece]:
 
 
 def tile_range(number: int, checksum: RangeChecksum, pieces: Iterable[CrcPiece]) -> Iterator[CrcPiece | Unread]:
-    """Yield the tiles of range ``number`` in order: pieces, and what is in none. Of overlapping pieces one is used."""
+    """Yield the tiles of range ``number`` in order: pieces, and gaps between them. Of overlapping pieces one is used."""
     at = checksum.start
     for piece in sorted(pieces):
         if piece.start < at:
@@ -135,7 +135,7 @@ def tile_range(number: int, checksum: RangeChecksum, pieces: Iterable[CrcPiece])
 
 
 class HashingReaderPool(ReaderPool):
-    """A pool of readers that adds what they read to ``crcs``."""
+    """A pool of readers that adds the bytes that they read to ``crcs``."""
 
     def __init__(self, open_reader: Callable[[Path], BufferedReader], crcs: ReadCrcs) -> None:
         super().__init__(open_reader)

@@ -162,7 +162,7 @@ def _hash_on_devices(
 
 
 def _batch_ranges(ranges: Iterable[TensorRange], nbytes: int = _BATCH_BYTES) -> Iterator[list[TensorRange]]:
-    """Group ranges, in order, into batches of at least ``nbytes``: by default what one thread hashes at a time."""
+    """Group ranges, in order, into batches of at least ``nbytes``: by default one thread's share at a time."""
     batch, size = list[TensorRange](), 0
     for sampled_range in ranges:
         batch.append(sampled_range)

@@ -111,9 +111,9 @@ class CheckpointFiles(msgspec.Struct, frozen=True):
     def _write_files(self, headers: Mapping[str, bytes], contents: SmallFiles) -> None:
         """Write the headers of data files and the small files, by path, and make them and their names durable.
 
-        All is written, and the writeback of all has begun, before anything is synced. Then the first sync commits what
-        ext4's journal has of all files, and the others find little to do: six files took two thirds of the time, 150
-        took a third. More threads help if there are many files, or if a server answers each sync.
+        All is written, and the writeback of all has begun, before anything is synced. Then the first sync commits the
+        entries of all files in ext4's journal, and the others find little to do: six files took two thirds of the time,
+        150 took a third. More threads help if there are many files, or if a server answers each sync.
         """
         nbytes = sum(map(len, (*headers.values(), *contents.values())))
         for name in contents:
@@ -175,7 +175,7 @@ def _find_blocks(plan: SavePlan, fragments: GatheredFragments) -> BlockCrcs | No
 
 
 def _build_headers_at_once(plan: SavePlan, blocks: BlockCrcs) -> Iterator[tuple[bytes, FileRecord]]:
-    """Yield what :func:`build_headers` does, given the CRCs of all blocks as columns.
+    """Yield the same as :func:`build_headers`, given the CRCs of all blocks as columns.
 
     A checkpoint of terabytes has hundreds of thousands of blocks, and all ranks wait for their headers.
     """

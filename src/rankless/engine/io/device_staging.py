@@ -60,7 +60,8 @@ class DeviceStaging:
     ) -> None:
         """Enqueue the copies of chunks into ``memory``, and of the ``sampled`` ones of those that are deferred.
 
-        What the calling thread enqueues next waits for the copies and the first samples, but not for the ``deferred``.
+        Kernels that the calling thread enqueues next wait for the copies and the first samples, but not for the
+        ``deferred``.
         """
         if not self.streams:
             return
@@ -74,7 +75,7 @@ class DeviceStaging:
         self._mark = copies.mark()
 
     def precede_caller(self) -> None:
-        """Let what the calling thread enqueues next on its current streams follow all copies."""
+        """Let all copies run before the kernels that the calling thread enqueues next on its current streams."""
         self._mark.precede_caller()
 
     def wait(self) -> None:

@@ -1,9 +1,9 @@
-"""Compares what a rank is to write with the files that are there already, byte for byte.
+"""Compares the bytes that a rank is to write with the files that are there already, byte for byte.
 
 A save of a component that replaces an earlier model, and a drain into a run with an earlier checkpoint, ask it on every
 rank, in a vote of their own. An equal file is not written again: to read is faster, and a disk wears by writes. Neither
 a record of the last save nor CRCs are trusted, because somebody may have changed the files. So they are read past the
-page cache: what counts is on the disk.
+page cache: the bytes on the disk count.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class GatheredFragments(Mapping[int, Sequence[Fragment]]):
     def find_blocks(self, sizes: Sequence[int]) -> BlockCrcs | None:
         """Return the CRCs of all blocks of tensors of these sizes; ``None`` if the fragments are not just all blocks.
 
-        A caller then looks at each tensor, and names what is missing.
+        A caller then looks at each tensor, and names the missing bytes.
         """
         nbytes = np.array(sizes, np.uint64)
         counts = (-(-nbytes.astype(np.int64) // BLOCK_BYTES)).astype(np.intp)

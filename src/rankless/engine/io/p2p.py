@@ -3,9 +3,9 @@
 Sends and receives use a gloo group. Between two ranks the n-th send matches the n-th receive. Daemon threads wait for
 them, so that a rank does not hang if its peer has left or another rank has failed.
 
-Saves, loads, live copies and transfers of a local tier have one for each exchange, on every rank that takes part,
-inside a vote: an error of a rank sets a flag, and the other ranks look for this flag. The order of sends and receives
-between two ranks comes from the plan, and must be the same on both.
+Saves, loads, live copies and transfers of a local tier have one for each exchange, on every rank that takes part. The
+exchange is inside a vote: an error of a rank sets a flag, and the other ranks look for this flag. The order of sends
+and receives between two ranks comes from the plan, and must be the same on both.
 """
 
 from __future__ import annotations

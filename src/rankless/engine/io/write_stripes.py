@@ -114,7 +114,7 @@ class _InFlightStripe(msgspec.Struct):
 def _assemble_all(
     tasks: Sequence[StripeTask], shard_of: ShardOf, p2p: P2PExchange, buffers: _StripeBuffers
 ) -> Iterator[tuple[Sequence[FileRange], Bytes]]:
-    """Yield the stripes that this rank owns, each in one of the buffers; meanwhile send what other ranks need."""
+    """Yield the stripes that this rank owns, each in one of the buffers; meanwhile send other ranks their bytes."""
     in_flight: deque[_InFlightStripe] = deque()
     for task in tasks:
         if len(in_flight) == MAX_IN_FLIGHT:

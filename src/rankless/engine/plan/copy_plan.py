@@ -202,7 +202,7 @@ def take_runs(pending: deque[CopyRun], nbytes: int) -> list[CopyRun]:
 
 
 def _without_start(run: CopyRun, part: int) -> Iterator[CopyRun]:
-    """Yield what remains of a run without the first bytes of its first piece, last run first."""
+    """Yield the rest of a run without the first bytes of its first piece, last run first."""
     if not part:
         yield run
         return

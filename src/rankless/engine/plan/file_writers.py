@@ -99,7 +99,7 @@ class WriterMap:
         return fractions
 
     def first_tensor_start(self, file: int, start: int, stop: int) -> int:
-        """Return the first byte in ``[start, stop)`` at which a tensor begins; ``start`` if there is none."""
+        """Return the first byte in ``[start, stop)`` that begins a tensor; ``start`` if there is none."""
         starts = self._starts.get(file, [])
         number = bisect_right(starts, start - 1)
         return starts[number] if number < len(starts) and starts[number] < stop else start

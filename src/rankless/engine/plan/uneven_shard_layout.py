@@ -39,7 +39,7 @@ class ReportedPart(NamedTuple):
 
 
 def lay_out_pieces(subject: str, shape: tuple[int, ...], parts: Mapping[int, ReportedPart]) -> PlacementLayout | None:
-    """Return the layout of a tensor, given what each rank reports. ``None`` if every rank holds all of it.
+    """Return the layout of a tensor, given each rank's report. ``None`` if every rank holds all of it.
 
     Raises ``UnsupportedTensorError``, which names ``subject``, if sizes do not add up to the shape, or if boxes do not
     tile the tensor.

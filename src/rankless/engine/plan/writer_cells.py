@@ -61,7 +61,7 @@ class _PlacedCell(NamedTuple):
 class CellPlan(msgspec.Struct, frozen=True):
     """The work of one rank: the file ranges that it has in its memory, and the bytes that it sends and receives.
 
-    Bytes that it sends are among the file ranges; the rank writes all others, and what it receives.
+    Bytes that it sends are among the file ranges; the rank writes all others, and the bytes that it receives.
     """
 
     file_ranges: Sequence[FileRange]

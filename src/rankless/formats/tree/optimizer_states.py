@@ -21,7 +21,7 @@ from rankless.ondisk.hash_limits import has_safe_hash
 from rankless.ondisk.read_budget import ReadBudget
 from rankless.ondisk.value_files import BY_NUMBER, DIMENSION_ORDER, IN_STATE_DICT, ORDERED, OWN_STATE
 
-#: The two parts of an optimizer's state dict, and what the names of a flattened one begin with.
+#: The two parts of an optimizer's state dict, and the prefixes of the names in a flattened one.
 STATE, GROUPS = "state", "param_groups"
 
 #: The keys of a group that list its parameters; all other keys are settings.

@@ -1,7 +1,7 @@
 """The parts of a delta, open for reading: the changes of a tensor as layers over its older bytes.
 
 :mod:`rankless.formats.weights.version_reader` opens them in each process that reads a version; the threads that read
-tensors apply the layers. What a part says of its ranges is checked before any memory is taken for them. That the result
+tensors apply the layers. The table of ranges in a part is checked before any memory is taken for them. That the result
 is right is proven by the CRCs of the version, so the bytes of streams are not verified here.
 """
 

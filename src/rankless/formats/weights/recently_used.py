@@ -22,7 +22,7 @@ Kept = TypeVar("Kept", bound=_HasSize)
 class RecentlyUsed(Generic[Kept]):
     """The values that were made last, by their keys, up to a number of bytes. Of several threads one makes a value.
 
-    The threads that read a version ask for what they need.
+    The threads that read a version ask for the values that they need.
     """
 
     def __init__(self, most_bytes: int) -> None:

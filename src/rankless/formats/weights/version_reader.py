@@ -40,7 +40,7 @@ from rankless.storage.store import store_of
 class WeightsReader:
     """A reader of one version. See :class:`rankless.formats.reader.Reader`.
 
-    ``route`` leads to it from ``base``, a folder with the model files of the version at which the route begins.
+    ``route`` leads to it from ``base``, a folder with the model files of the route's first version.
     """
 
     format = "weights"
@@ -148,8 +148,8 @@ def _list_tensors(files: Sequence[SafetensorsFile]) -> Iterator[TensorWords]:
 def open_version(path: Path, keys: Mapping[str, str]) -> WeightsReader:
     """Return the reader of a version by the path of its manifest, or of the newest version of a weights directory.
 
-    Raises ``NoCheckpointError`` if the version, or what it is based on, was removed; ``CorruptCheckpointError`` if
-    files that its manifest names are missing or corrupt.
+    Raises ``NoCheckpointError`` if the version, or a version that it is based on, was removed;
+    ``CorruptCheckpointError`` if files that its manifest names are missing or corrupt.
     """
     if keys:
         raise InvalidArgumentError(f"{path} has published weights of one model: leave out keys")

@@ -56,7 +56,7 @@ def find_initializer(model: nn.Module, owner: nn.Module) -> Callable[[], object]
 
 
 def _find_init_weights(model: nn.Module, owner: nn.Module) -> Callable[[nn.Module], object] | None:
-    """Return the function with which transformers initializes a module, which the innermost model around it has."""
+    """Return transformers' function that initializes a module: the innermost model around the module has it."""
     for module in _enclosing_modules(model, owner):
         init_weights = getattr(module, "_init_weights", None)
         if callable(init_weights) and hasattr(module, "config"):

@@ -170,7 +170,7 @@ def _view_replaced(model: ReplacedModel) -> ModelView:
 def _view_fsdp1(model: nn.Module) -> ModelView:
     """Return a view of a model under FSDP1.
 
-    It has the flat parameters and what FSDP1 does not manage: buffers, ignored parameters, extra state.
+    It has the flat parameters and all that FSDP1 does not manage: buffers, ignored parameters, extra state.
     """
     view = _view_shards(fsdp1.flat_shards(model))
     _add_unmanaged(view, model)

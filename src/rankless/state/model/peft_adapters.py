@@ -39,7 +39,7 @@ _FREE_SETTINGS = {
     *("init_lora_weights", "init_weights", "loftq_config", "eva_config", "corda_config", "r", "rank_pattern"),
 }
 
-#: The prefix of names in PEFT's files. A model into which transformers itself puts adapters does not have it.
+#: The prefix of names in PEFT's files. It is absent if transformers itself puts adapters into a model.
 _PREFIX = "base_model.model."
 
 
@@ -163,7 +163,7 @@ def loadable_views(parts: Sequence[object], view: ModelView, groups: Sequence[st
     """Return a view of each adapter of a model by the stored group, of ``groups``, that is loaded into it.
 
     An adapter that is the only one of the model gets the only group that is stored, whatever its name. Raises
-    ``StateError`` if an adapter cannot be loaded, as PEFT has computed what it stored.
+    ``StateError`` if an adapter cannot be loaded, as PEFT has computed the stored tensors.
     """
     views: dict[str, ModelView] = {}
     modules = adapted_modules(parts)
@@ -209,7 +209,7 @@ def _base_model(module: Any) -> Any:
 
 
 def _is_peft_model(module: nn.Module) -> bool:
-    """Return whether a module is PEFT's wrapper, and not a model into which transformers itself has put adapters."""
+    """Return whether a module is PEFT's wrapper, and not a model with adapters that transformers itself has put in."""
     return hasattr(module, "get_base_model")
 
 
@@ -254,7 +254,7 @@ class _AdaptedModel:
         return [(f"{prefix}.{clean_name(name)}", tensor) for name, tensor in parameters]
 
     def get_prompt_embedding_to_save(self, adapter_name: str) -> torch.Tensor:
-        """Return the prompt: the one parameter of an encoder that has no other, else what the encoder computes."""
+        """Return the prompt: the one parameter of an encoder that has no other, else the encoder's result."""
         parameters = self.prompt_parameters()
         if len(parameters) == 1:
             return parameters[0][1]

@@ -44,7 +44,7 @@ def map_elements(state: Any, function: Callable[[Any], Any]) -> Any:
 def describe_objects(state: Any, optimizer: object, depth: int = 0) -> Any:
     """Return a state with a table of the class and the attributes in place of each object of the optimizer's package.
 
-    Anything else is left as it is, for the encoder to store or to refuse: also what is deeper than it stores.
+    Anything else is left as it is, for the encoder to store or to refuse: also values deeper than it stores.
     """
     kind = type(state)
     if depth > MAX_DEPTH:

@@ -117,7 +117,7 @@ class OptimizerRestore:
         return [key for own in self._own if not own.is_unclassed for key in own.unused_keys()]
 
     def has_inexact_own(self) -> bool:
-        """Return whether ranks had different values, or nothing loads what another system saved besides the states."""
+        """Return whether ranks had different values, or nothing loads another system's values besides the states."""
         return any(own.has_differed or (own.is_unclassed and own.unused_keys()) for own in self._own) or any(
             isinstance(group.adapter, ZeroOptimizer) and group.adapter.explain_unread() for group in self._groups
         )
@@ -218,7 +218,7 @@ class OptimizerRestore:
             yield group.settings, saved["settings"] if saved is not None else {}
 
     def list_places(self, slot: str) -> Iterator[SavedPlace]:
-        """Yield what each group and each parameter here gets. Called if the optimizer may be in another slot, too."""
+        """Yield the values of each group and each parameter here. Called if the optimizer may be in another slot, too."""
         for group, saved in zip(self._groups, self._matched, strict=True):
             if saved is not None:
                 subject = f"{slot}: settings of group {group.number}"

@@ -261,7 +261,7 @@ def _owned_states(groups: Sequence[ParamGroup]) -> Iterator[tuple[GroupMember, M
 
 
 def _inner_state(ref: ParamRef, state: str, inner: str, states: Mapping[str, Any]) -> str:
-    """Return the name under which an inner tensor of a state is stored."""
+    """Return the stored name of an inner tensor of a state."""
     name = f"{state}.{inner}"
     if name in states:
         raise StateError(

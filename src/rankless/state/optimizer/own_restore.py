@@ -44,7 +44,7 @@ class OwnRestore:
             self._entry = {"params": list(names), IN_STATE_DICT: True}
         self._in_place = self._entry is not None and bool(self._entry.get(IN_STATE_DICT))
         needs_live = self._in_place or (self._entry is None and not self._is_related)
-        #: What the optimizer gives now, if that matters.
+        #: The values that the optimizer gives now, if they matter.
         self._live: Mapping[Any, Any] = own_values(optimizer).get("values", {}) if needs_live else {}
 
     @property

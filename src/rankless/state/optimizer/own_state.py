@@ -367,7 +367,7 @@ def _are_equal_arrays(a: Any, b: Any) -> bool:
 
 
 def put_own(optimizer: Any, saved: Mapping[str, Any]) -> bool:
-    """Give an optimizer what :func:`own_entry` stored, after its states and settings are in place.
+    """Give an optimizer the values that :func:`own_entry` stored, after its states and settings are in place.
 
     Return whether its own code changed states of parameters, or settings, while it loaded them.
     """
@@ -386,8 +386,8 @@ def put_own(optimizer: Any, saved: Mapping[str, Any]) -> bool:
 def _load_own_form(optimizer: Any, further: Mapping[Any, Any]) -> bool:
     """Let an optimizer load its own state dict with the ``further`` saved values.
 
-    Its states and settings have their values already. What torch's ``load_state_dict`` casts or replaces is put back.
-    Return whether states or settings have other values afterwards.
+    Its states and settings have their values already. Values that torch's ``load_state_dict`` casts or replaces are put
+    back. Return whether states or settings have other values afterwards.
     """
     from rankless.state.optimizer.load_changes import (  # noqa: PLC0415 - few optimizers have code of their own
         has_all,
