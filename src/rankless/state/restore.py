@@ -648,7 +648,7 @@ class LoadTargets:
         return trained
 
     def _match_own_state(self, slot: str, optimizer_restore: OptimizerRestore) -> None:
-        """Report the values in ``state_dict()`` of optimizers, besides states and settings, that are on one side only."""
+        """Report values in optimizers' ``state_dict()``, besides states and settings, that are on one side only."""
         for name in optimizer_restore.missing_own():
             reason = (
                 f"{name} keeps values in its state_dict() that the checkpoint lacks, or has for other parameters or "

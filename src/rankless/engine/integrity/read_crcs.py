@@ -121,7 +121,7 @@ def decode_pieces(reports: Iterable[bytes]) -> list[CrcPiece]:
 
 
 def tile_range(number: int, checksum: RangeChecksum, pieces: Iterable[CrcPiece]) -> Iterator[CrcPiece | Unread]:
-    """Yield the tiles of range ``number`` in order: pieces, and gaps between them. Of overlapping pieces one is used."""
+    """Yield the tiles of range ``number`` in order: pieces, and the gaps. Of overlapping pieces one is used."""
     at = checksum.start
     for piece in sorted(pieces):
         if piece.start < at:

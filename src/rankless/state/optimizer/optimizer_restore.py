@@ -218,7 +218,7 @@ class OptimizerRestore:
             yield group.settings, saved["settings"] if saved is not None else {}
 
     def list_places(self, slot: str) -> Iterator[SavedPlace]:
-        """Yield the values of each group and each parameter here. Called if the optimizer may be in another slot, too."""
+        """Yield the values of each group and parameter here. Called if the optimizer may be in another slot, too."""
         for group, saved in zip(self._groups, self._matched, strict=True):
             if saved is not None:
                 subject = f"{slot}: settings of group {group.number}"
