@@ -70,7 +70,7 @@ LIGHTNING_FOLDER = "lightning-folder"
 #: The key that says how NxD divides parameters among tensor-parallel ranks, and which names Megatron's tensors get.
 LAYOUT = "layout"
 
-#: Formats that can be read, the one that is tried first comes first.
+#: Formats that can be read. They are tried in this order.
 READABLE: Mapping[str, ReadableFormat] = {
     ACCELERATE: ReadableFormat(
         "rankless.accelerate.reader.folder_parts:is_training_folder",

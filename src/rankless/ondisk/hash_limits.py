@@ -24,7 +24,7 @@ _SELF_HASH_LIMIT = 2**61 - 2
 
 
 def count_hashes(keys: Iterable[Any]) -> Counter[int]:
-    """Count each hash of the keys, without keys of types where an attacker cannot choose the hash."""
+    """Count each hash of the keys. Keys that :func:`has_safe_hash` are not counted."""
     return Counter(hash(key) for key in keys if not has_safe_hash(key))
 
 

@@ -133,7 +133,7 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Anchor(msgspec.Struct, frozen=True):
-    """The newest version by then that has its files written, and their folder: also for the small files of a delta."""
+    """The newest version by then with written files, and their folder. It has the small files of a delta, too."""
 
     number: Count
     id: Hex64

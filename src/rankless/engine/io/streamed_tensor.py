@@ -52,7 +52,7 @@ class ReadFragments:
 class StreamedTensor:
     """A tensor of a checkpoint, by its number.
 
-    ``stored`` is its dtype there, for example ``"float32"``; ``dtype`` is the dtype of the returned bytes.
+    ``stored`` is its dtype there, for example ``"F32"``; ``dtype`` is the dtype of the returned bytes.
     """
 
     tensor: int

@@ -92,7 +92,7 @@ def _waits_for_disk(writers: Mapping[int, FileWriter], files: Sequence[Path], sy
 def _schedule_chunks(
     file_ranges: Sequence[FileRange], writers: Collection[FileWriter]
 ) -> tuple[Iterator[IoChunk], int]:
-    """Return the chunks, the first one to be begun first, and the number of threads."""
+    """Return the chunks in the order that threads begin them in, and the number of threads."""
     chunks, nbytes = file_chunks(file_ranges), count_bytes(file_ranges)
     if not any(writer.copies_bytes for writer in writers):
         return chunks, count_threads(nbytes)

@@ -139,7 +139,7 @@ def classify_tree(
     Args:
         tree: The tree.
         keys: Components that are not detected, by slot, for example ``{"model": "app.net"}``.
-        budget: The budget of the checkpoint, which the size of the tree's file has been added to.
+        budget: The budget of the checkpoint. It has the size of the tree's file already.
         source: The name of the file, for messages.
         schema: Where the components of a known system are. No others are searched for then.
 

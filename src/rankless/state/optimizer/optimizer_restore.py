@@ -72,7 +72,8 @@ class OptimizerRestore:
         matching = match_groups(groups, saved, tolerance)
         self._matched, self.missing, self.regrouped = matching.settings, matching.missing, matching.regrouped
         #: Whether a group without parameters keeps its settings because the checkpoint has several of its number, or
-        #: whether another class of this name, or an unknown one, has other states than this class.
+        #: whether the saved states are of another class of this name, or of an unknown one, and differ from this
+        #: class's.
         self.is_unsure = matching.is_unsure
         self._states: list[tuple[ParamGroup, GroupMember, dict[str, torch.Tensor]]] = []
         self._must_be_equal: list[tuple[str, list[torch.Tensor]]] = []

@@ -65,7 +65,7 @@ def own_values(optimizer: Any) -> dict[str, Any]:
 
 
 def _read_state_dict(optimizer: Any) -> Mapping[Any, Any]:
-    """Return the result of an optimizer's ``state_dict()``. Raises ``StateError`` if it has no form of one."""
+    """Return an optimizer's ``state_dict()``. Raises ``StateError`` if the result has no form of a state dict."""
     given: Mapping[Any, Any] = read_state(optimizer)
     parts = (given.get(STATE, {}), given.get(GROUPS, [])) if isinstance(given, Mapping) else (None, None)
     if not isinstance(parts[0], Mapping) or not isinstance(parts[1], list | tuple):
@@ -272,7 +272,7 @@ def merge_own(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def add_blank_entries(ranks: Sequence[Sequence[dict[str, Any]]], names: Sequence[set[str]]) -> list[dict[str, Any]]:
-    """Return the entries of all ranks, with a blank one for each that a rank with all its parameters lacks.
+    """Return the entries of all ranks, and a blank one for each entry that a rank with all of its parameters lacks.
 
     A blank entry has no values.
 
