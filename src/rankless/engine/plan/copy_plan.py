@@ -1,4 +1,4 @@
-"""The plan of a copy between running ranks: which rank sends which bytes of its shards to which rank.
+"""The plan of a copy between running ranks: the bytes of its shards that each rank sends to each other rank.
 
 It is a pure function of three arguments: the tensors that the source ranks hold, the tensors that the receiving ranks
 request, and the own rank.

@@ -1,4 +1,4 @@
-"""The plan of a load: which ranks read which bytes, and send them to which ranks.
+"""The plan of a load: the bytes that each rank reads, and the ranks that it sends them to.
 
 It is a pure function of all ranks' tensors and of the own rank.
 

@@ -29,8 +29,8 @@ def pretrained_files(parts: Sequence[object]) -> Iterator[tuple[str, bytes]]:
     """Yield the names and contents of the configuration files of a model, given by its parts.
 
     There are none for models of neither transformers nor diffusers, for wrappers that only expose the configuration of
-    the wrapped model, and for models with PEFT adapters: their tensors have other names, so transformers would
-    initialize weights that it does not find.
+    the wrapped model, and for models with PEFT adapters. The tensors of these models have other names, so transformers
+    would initialize weights that it does not find.
     """
     model = parts[0].module if isinstance(parts[0], FlatModel) else parts[0]
     module = unwrap_model(model) if isinstance(model, nn.Module) else None
