@@ -33,7 +33,7 @@ Chunks = tuple[SourceChunk, ...]
 class JoinedTensor(ChunkedTensor):
     """A tensor of chunks from several files.
 
-    Several such tensors may consist of the same chunks, so its identity is that of the object.
+    Several such tensors may consist of the same chunks, so its identity is the identity of the object.
     """
 
     @property
@@ -76,7 +76,10 @@ def cut_slice(chunks: Iterable[SourceChunk], box: IndexBox) -> Chunks:
 
 
 def _intersect(chunk: SourceChunk, box: IndexBox) -> Chunks:
-    """Return the part of a chunk that is inside a box; none if they do not overlap."""
+    """Return the part of a chunk that is inside a box; none if they do not overlap.
+
+    For example, of a chunk with rows 0 to 3, a box with rows 2 to 5 has rows 2 and 3, which are the box's rows 0 and 1.
+    """
     starts = tuple(map(max, chunk.box.offset, box.offset))
     stops = tuple(min(a + b, c + d) for a, b, c, d in zip(*chunk.box, *box, strict=True))
     if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
@@ -108,7 +111,10 @@ def _same_location(chunk: SourceChunk) -> StridedLocation:
 
 
 def permute_slices(chunks: Iterable[SourceChunk], order: Sequence[int]) -> Chunks:
-    """Permute the dimensions: the first of the result is dimension ``order[0]``."""
+    """Permute the dimensions: the first of the result is dimension ``order[0]``.
+
+    For example, the order ``(1, 0)`` transposes matrices.
+    """
     return tuple(
         SourceChunk(
             IndexBox(_permute_items(chunk.box.offset, order), _permute_items(chunk.box.shape, order)),
@@ -134,14 +140,17 @@ def slice_along(shape: Sequence[int], dim: int, start: int, stop: int) -> IndexB
 
 
 def offset_along(shape: Sequence[int], dim: int, start: int) -> tuple[int, ...]:
-    """Return the offset of the elements that begin at ``start`` in one dimension."""
+    """Return the offset of the elements that begin at ``start`` in one dimension.
+
+    For example, ``start`` 5 in dimension 1 of a matrix gives ``(0, 5)``.
+    """
     return slice_along(shape, dim, start, start).offset
 
 
 def unstack_slices(chunks: Iterable[SourceChunk], budget: ReadBudget) -> dict[int, Chunks]:
     """Return the chunks of each tensor of a stack, by its index in the first dimension. Each is charged to ``budget``.
 
-    An index of which no chunk has an element is absent.
+    An index without an element in any chunk is absent.
     """
     tensors: dict[int, list[SourceChunk]] = {}
     for chunk in chunks:
@@ -160,7 +169,7 @@ def _unstacked_location(chunk: SourceChunk, index: int) -> StridedLocation:
 
 
 def reshape_flat_slices(chunks: Iterable[SourceChunk], shape: tuple[int, ...], width: int) -> Chunks:
-    """Return the chunks of a flat tensor, of elements of ``width`` bytes, as those of a tensor of ``shape``."""
+    """Return the chunks of a flat tensor, of elements of ``width`` bytes, as chunks of a tensor of ``shape``."""
     strides = row_major_strides(shape, width)
     return tuple(
         SourceChunk(box, partial(_reshaped_location, chunk, box, strides, width), chunk.order_hint)

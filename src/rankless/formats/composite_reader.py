@@ -1,4 +1,4 @@
-"""A reader of a folder whose components have different formats.
+"""A reader of a folder with components in different formats.
 
 :mod:`rankless.formats.detect_foreign` and the readers of pipelines and Accelerate make one, on each rank that opens
 such a folder.
@@ -14,7 +14,7 @@ from rankless.formats.reader import CheckpointValues, FileExtent, Reader, Unread
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.values import ArrayCodec
 
-#: The values that are no component. Those of several readers are joined.
+#: The values that are no component. The values of several readers are joined.
 _CONTENT = "user_content"
 
 

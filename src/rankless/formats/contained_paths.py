@@ -17,7 +17,8 @@ def allowed_root(root: Path) -> tuple[Path, ...]:
 
     They are ``root`` itself and, in the cache of the Hugging Face Hub, the folder ``blobs`` of the repository: there a
     file in ``snapshots/<revision>/`` is a link into ``blobs/``. ``blobs`` must be a real folder of the repository,
-    because a link could lead anywhere. ``root`` may also be a folder in the revision: of one model of several.
+    because a link could lead anywhere. ``root`` may also be a folder in the revision, for example the folder of one
+    model of several.
     """
     if store_of(root).is_remote:
         return (root,)

@@ -31,7 +31,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def describe_contents(folder: Path) -> str:
-    """Return what a message about a folder that is no checkpoint should say of its contents."""
+    """Return the part of a message that says what a folder contains instead of a checkpoint."""
     if _is_empty(folder):
         return ""
     from rankless.formats import detect_foreign  # noqa: PLC0415 - imports the readers of all formats

@@ -1,7 +1,7 @@
 """Detection of the checkpoints of other systems by their files. A native save or load does not import this module.
 
-:mod:`rankless.formats.detect` calls it, in the process or rank that opens the path. The order in which formats are
-tried decides about folders that could be several.
+:mod:`rankless.formats.detect` calls it, in the process or rank that opens the path. Some folders could have several
+formats: then the order of the attempts decides.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def is_foreign(path: Path) -> bool:
 
 
 def describe_contents(folder: Path) -> str:
-    """Return what a message about a folder that is no checkpoint should say of its contents.
+    """Return the part of a message that says what a folder contains instead of a checkpoint.
 
     It names folders in it that are checkpoints, such as ``checkpoint-500`` of transformers' ``Trainer``, and names that
     identify a format but are no regular files, such as FIFOs.
@@ -64,7 +64,7 @@ def describe_contents(folder: Path) -> str:
 def open_foreign(path: Path, keys: Mapping[str, str]) -> Reader:
     """Return the reader for a checkpoint of another system. ``keys`` and the errors are as in ``open_reader``.
 
-    What was read of its files is of the versions that the reader knows: else they are read again. A link is followed
+    The reader knows the versions of the files: if one changes during the call, all are read again. A link is followed
     now, so that it may lead to another checkpoint later. Raises ``CheckpointReplacedError`` if the files change all the
     time.
     """

@@ -2,8 +2,9 @@
 
 :mod:`rankless.edits` makes one, on each rank of a conversion or a load, over the readers of one checkpoint or several.
 Stored tensors keep their files and CRCs. Computed ones are read from sources that compute each range of bytes
-(:class:`rankless.engine.io.tensor_sources.ComputedSource`). What they read is hashed on the way, and who has read calls
-:meth:`EditedReader.verify_inputs`: no byte of a computed tensor may come from a block that does not match its CRC.
+(:class:`rankless.engine.io.tensor_sources.ComputedSource`). The bytes that they read are hashed on the way, and every
+reading rank calls :meth:`EditedReader.verify_inputs`: no byte of a computed tensor may come from a block that does not
+match its CRC.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class EditedContent(NamedTuple):
     """The contents of an edited checkpoint: tensors and ties by group, changes of values and of small files.
 
     ``change_config`` returns the bytes of ``config.json``. ``record`` becomes a member of the manifest.
-    ``reconstructed`` are names of what no stored tensor has, and ``unread`` what cannot be read after the edit.
+    ``reconstructed`` has the names of values that no stored tensor has. ``unread`` has notes on tensors and values that
+    cannot be read after the edit.
     """
 
     tensors: Mapping[str, Mapping[str, EditedTensor]]
@@ -77,7 +79,7 @@ class EditedContent(NamedTuple):
 
 
 class EditedReader:
-    """A reader of an edited checkpoint. ``readers`` are those of the stored ones; values are those of the first.
+    """A reader of an edited checkpoint. ``readers`` read the stored checkpoints; the first one provides the values.
 
     See :class:`rankless.formats.reader.Reader` and :class:`rankless.formats.reader.EditedCheckpoint`.
     """
@@ -110,7 +112,7 @@ class EditedReader:
 
     @property
     def unread(self) -> Sequence[UnreadTensorNote]:
-        """The tensors and values that rankless cannot read, and states for which an edit has no rule."""
+        """The tensors and values that rankless cannot read, and states that an edit has no rule for."""
         return [*self.original.unread, *self.content.unread]
 
     @property
@@ -224,7 +226,7 @@ class _InputTensors:
             self._fragments.add_bytes(self._numbers[key], start, into)
 
     def verify(self) -> None:
-        """Compare what was read with the CRCs. Blocks that were read in part are read again."""
+        """Compare the bytes that were read with the CRCs. Blocks that were read in part are read again."""
         fragments, self._fragments = self._fragments, ReadFragments()
         verifier = ChecksumVerifier(self._reader, self._keys)
         verifier.verify_across_ranks(verifier.verify_local(fragments.merge_all()))

@@ -1,7 +1,7 @@
 """The checksums of byte ranges that other systems' files have, and the ranges that cover the bytes of a tensor.
 
-Conversions and ``rankless verify`` compare all such checksums, loads of files of ``torch.save`` compare those of what
-was read (:mod:`rankless.load.torch_file_crcs`).
+Conversions and ``rankless verify`` compare all such checksums. Loads of files of ``torch.save`` compare the checksums
+of the bytes that they read (:mod:`rankless.load.torch_file_crcs`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rankless.storage.store import store_of
 
 @dataclass(frozen=True)
 class FileChecksums:
-    """The checksums in files, sorted, and the errors of files whose checksums cannot be read."""
+    """The checksums in files, sorted, and the errors of files that have unreadable checksums."""
 
     sums: Sequence[RangeChecksum]
     errors: Sequence[CorruptCheckpointError]
@@ -78,9 +78,9 @@ def _find_checksums(files: Sequence[Path]) -> Iterator[RangeChecksum | CorruptCh
 
 
 def _file_ranges(extent: FileExtent) -> Iterator[tuple[Path, int, int]]:
-    """Yield the file ranges of an extent, if its bytes are just those of files.
+    """Yield the file ranges of an extent, if its bytes lie in files as they are.
 
-    Bytes in memory were checked when the values were read. Those of published versions have CRCs of their own.
+    Bytes in memory were checked when the values were read. Bytes of published versions have CRCs of their own.
     """
     if isinstance(extent.file, Path):
         yield extent.file, extent.offset, extent.offset + extent.stop - extent.start

@@ -22,7 +22,10 @@ _LIMIT = 2**63
 
 
 def find_step(format_name: str, user_content: Any) -> int | None:
-    """Return the training step, or ``None``. Several formats in one folder are joined by ``+``."""
+    """Return the training step, or ``None``.
+
+    Several formats in one folder are joined by ``+``, for example ``deepspeed+trainer``.
+    """
     for name, keys in _KEYS:
         value = user_content if name in format_name.split("+") else None
         for key in keys:

@@ -3,8 +3,8 @@
 Source: ``save_pretrained`` of transformers and of diffusers. A single safetensors file elsewhere is read as well.
 
 Loads, views and conversions open it by :mod:`rankless.formats.detect_foreign`, on each rank; exports prove with
-:func:`find_exported_files` what they may replace (:mod:`rankless.run.ownership`), on rank 0. A folder counts as ours
-only if each file has our checksums.
+:func:`find_exported_files` which files they may replace (:mod:`rankless.run.ownership`), on rank 0. A folder counts as
+ours only if each file has our checksums.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class HuggingFaceReader:
         return [text for text in texts if text is not None]
 
     def is_current(self) -> bool:
-        """Return whether all files are still those whose headers were read, with the same bytes."""
+        """Return whether all files are the same ones as when their headers were read, with the same bytes."""
         files = [file for files in self._file_sets.values() for file in files.files]
         return all(map_requests(SafetensorsFile.is_current, files))
 

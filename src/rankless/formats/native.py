@@ -1,8 +1,8 @@
 """A reader of rankless's own format, version 1: see ``docs/format.md``.
 
 Every rank of a load opens the checkpoint with :class:`NativeReader` in the vote "reading the metadata"; rank 0,
-clean-ups and commands read manifests alone. The manifest is read first, and each file is compared with it. What cannot
-be read for a moment must be a ``StorageError``, and never "corrupt" or "missing".
+clean-ups and commands read manifests alone. The manifest is read first, and each file is compared with it. If a file
+cannot be read for a moment, the error must be a ``StorageError``, and never "corrupt" or "missing".
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _read_again_if_missing(file: Path) -> bytes:
 
 
 def claims_to_be_native(path: Path) -> bool:
-    """Return whether a folder whose manifest cannot be read looks like a rankless checkpoint.
+    """Return whether a folder with an unreadable manifest looks like a rankless checkpoint.
 
     It does if the manifest names the format, or if both ``state.json`` and ``ranks.json`` are there.
     """
@@ -326,7 +326,7 @@ class NativeReader:
 
 
 def decode_values(shared: bytes, ranks: bytes, folder: Path, shared_codec: ArrayCodec) -> CheckpointValues:
-    """Decode the shared values of a checkpoint, and parse those of the ranks, from its files in ``folder``.
+    """Decode the shared values of a checkpoint, and parse the per-rank values, from its files in ``folder``.
 
     Readers call it on each rank, and the receivers of a live copy.
     """

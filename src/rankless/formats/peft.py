@@ -93,7 +93,7 @@ class PeftReader:
 
 
 def read_foreign_adapter_configs(reader: Reader) -> dict[str, bytes]:
-    """Return what ``read_adapter_configs`` returns for a checkpoint of another system."""
+    """Return the same as ``read_adapter_configs``, for a checkpoint of another system."""
     if isinstance(reader, CompositeReader):
         return {name: data for part in reader.readers for name, data in read_foreign_adapter_configs(part).items()}
     if isinstance(reader, PeftReader):

@@ -30,7 +30,7 @@ def is_pipeline(path: Path) -> bool:
 
 
 def open_pipeline(folder: Path, keys: Mapping[str, str]) -> Reader:
-    """Return a reader of the models of a pipeline: of all as ``model/NAME``, or of the one that ``keys`` names.
+    """Return a reader of the models of a pipeline: of all, such as ``model/unet``, or of the one that ``keys`` names.
 
     Raises ``FormatError`` if there is none.
     """
@@ -71,7 +71,7 @@ def _open_model(pipeline: Path, name: str) -> Reader:
 
 
 class _PartReader:
-    """A reader of one model whose group has another name. See :class:`rankless.formats.reader.Reader`."""
+    """A reader of one model, under another name of its group. See :class:`rankless.formats.reader.Reader`."""
 
     def __init__(self, reader: Reader, group: str) -> None:
         self._reader, self._group = reader, group

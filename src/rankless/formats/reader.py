@@ -105,7 +105,7 @@ class Reader(Protocol):
         """Return the CRC of each block of a tensor, or ``None`` if the format has none."""
 
     def read_values(self, rank: int, shared_codec: ArrayCodec, rank_codec: ArrayCodec) -> CheckpointValues:
-        """Return the shared values and those of ``rank``. Their tensors are in the groups ``state`` and ``ranks``."""
+        """Return the shared values and ``rank``'s values: their tensors are in the groups ``state`` and ``ranks``."""
 
     def check_files(self) -> None:
         """Verify every file that holds no tensor data. Raises ``CorruptCheckpointError`` naming the file."""
@@ -116,7 +116,7 @@ class Reader(Protocol):
 
 @runtime_checkable
 class FamilyReader(Protocol):
-    """A reader that knows the family of models, by which names and tensors can be those of transformers."""
+    """A reader that knows the family of models: so it can present the names and tensors of transformers."""
 
     def describe_family(self) -> str:
         """Return the family, where it is known from, and which layouts the checkpoint can be read in."""
@@ -128,15 +128,15 @@ class EditedCheckpoint(Protocol):
 
     @property
     def original(self) -> Reader:
-        """The reader of the checkpoint that was edited; if several were, the one whose values it has."""
+        """The reader of the checkpoint that was edited; if several were, the one that provides the values."""
 
     @property
     def edits(self) -> tuple[EditRecord, ...]:
-        """The edits by which it came about, oldest first: those of the original, and this one."""
+        """The edits by which it came about, oldest first: the edits of the original, and this one."""
 
     @property
     def reconstructed(self) -> Sequence[str]:
-        """The names of what no stored tensor has."""
+        """The names of values that no stored tensor has."""
 
     def has_crcs(self, group: str, name: str) -> bool:
         """Return whether all that a tensor is computed from has CRCs."""
@@ -145,7 +145,7 @@ class EditedCheckpoint(Protocol):
         """Return the groups that have another tensor than the original."""
 
     def verify_inputs(self) -> None:
-        """Verify all blocks of which computed tensors have read bytes here. Raises ``CorruptCheckpointError``.
+        """Verify all blocks with bytes that computed tensors have read here. Raises ``CorruptCheckpointError``.
 
         Each rank calls it when it has read its share.
         """
@@ -158,7 +158,7 @@ def original_reader(reader: Reader) -> Reader:
 
 @runtime_checkable
 class DoubtfulReader(Protocol):
-    """A reader of a folder whose files may be of different saves, as far as what they record can tell."""
+    """A reader of a folder with files that may be of different saves, as far as their records can tell."""
 
     def describe_doubts(self) -> Sequence[str]:
         """Return sentences that name the files and the folder."""

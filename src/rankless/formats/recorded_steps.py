@@ -21,7 +21,7 @@ from rankless.storage.store import store_of
 #: How the bytes of a step are decoded. Other dtypes round large steps.
 _DECODERS = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
 
-#: The most parameters whose steps are read, and the most of a folder in an object store, where each is a request.
+#: The most parameters with steps that are read, and the most of a folder in an object store, where each is a request.
 _MOST, _MOST_REQUESTS = 4096, 16
 
 #: The files of ranks in a folder of ``torch.distributed.checkpoint``: each has the steps of some parameters.
@@ -64,8 +64,8 @@ def _are_mixed(counted: set[float], recorded: set[int], *, may_skip: bool, may_l
 def _count_steps(reader: Reader, group: str) -> dict[Path, float]:
     """Return the largest step of the parameters of an optimizer, by the first of its files.
 
-    If the parameters in each file of a rank have one step, return that of each file. Otherwise some parameters were not
-    trained for a while, which explains other steps elsewhere.
+    If the parameters in each file of a rank have one step, return the step of each file. Otherwise some parameters were
+    not trained for a while, which explains other steps elsewhere.
     """
     steps: dict[Path, list[float]] = {}
     with ReaderPool() as readers:

@@ -1,8 +1,8 @@
 """The formats of other systems that rankless reads and writes, by name.
 
-The code of each system is in a package of its own above all others, with ``reader``, ``writer`` and what a training
-calls. It is named here by its module: this is the only way from the core to it, and a program that does not meet the
-format never imports it.
+The code of each system is in a package of its own above all others, with ``reader``, ``writer`` and the functions that
+a training calls. It is named here by its module: this is the only way from the core to it, and a program that does not
+meet the format never imports it.
 
 :mod:`rankless.formats.detect_foreign` tries :data:`READABLE` in its order, on each rank; :mod:`rankless.run.ownership`
 asks for :data:`PROOFS`, conversions for :data:`TARGETS`. The names are arguments of ``convert(to=)`` and in
@@ -26,7 +26,7 @@ class ReadableFormat:
 
     ``detect`` names the function that says whether a path has this format, as ``"module:function"``. ``reader`` names
     the class or function that opens it, given a path and the ``keys`` of :func:`rankless.formats.detect.open_reader`.
-    ``marker`` is the file by which ``detect`` knows the format, where there is one.
+    ``marker`` is the file that shows ``detect`` the format, where there is one.
     """
 
     detect: str
@@ -64,13 +64,13 @@ MEGATRON_HF = "hf"
 #: The format of ``torch.distributed.checkpoint``.
 DCP = "dcp"
 
-#: Lightning's folders: those of DCP with one more file.
+#: Lightning's folders: DCP's folders with one more file.
 LIGHTNING_FOLDER = "lightning-folder"
 
 #: The key that says how NxD divides parameters among tensor-parallel ranks, and which names Megatron's tensors get.
 LAYOUT = "layout"
 
-#: Formats that can be read, in the order in which they are tried.
+#: Formats that can be read. They are tried in this order.
 READABLE: Mapping[str, ReadableFormat] = {
     ACCELERATE: ReadableFormat(
         "rankless.accelerate.reader.folder_parts:is_training_folder",

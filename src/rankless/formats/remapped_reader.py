@@ -1,8 +1,8 @@
 """A reader that presents the stored tensors under other names, or several stored tensors as one.
 
 Loads wrap their reader so on each rank if the model has other names (:mod:`rankless.load.fused_experts`), and so do
-loads of components. Numbers of tensors in plans are those of the :func:`underlying_reader`, because ranks may remap
-differently. Checksums are those of stored tensors, so bytes are verified under the stored names.
+loads of components. Plans use the numbers of tensors in the :func:`underlying_reader`, because ranks may remap
+differently. Checksums belong to stored tensors, so bytes are verified under the stored names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ class NamedRange(NamedTuple):
 
 
 class TensorMapping(msgspec.Struct, frozen=True, dict=True):
-    """A tensor that consists of ranges of stored tensors of its group, one after another."""
+    """A tensor that consists of ranges of stored tensors of its group, one after another.
+
+    For example, the fused parameter of all experts of a layer consists of a stored tensor of each expert.
+    """
 
     info: TensorInfo
     ranges: Sequence[NamedRange]

@@ -62,16 +62,16 @@ def read_raw_header(path: Path, record: FileRecord | None = None) -> tuple[bytes
 
 
 class SafetensorsFile(msgspec.Struct, frozen=True, dict=True):
-    """A safetensors file whose header has been read and checked."""
+    """A safetensors file after its header was read and checked."""
 
     path: Path
     header: SafetensorsHeader
-    #: The version of the file whose header was read: see :meth:`rankless.storage.store.Store.file_version`. It is empty
-    #: for a file of a checkpoint with a manifest: the manifest says whether that is current.
+    #: The version of the file when its header was read: see :meth:`rankless.storage.store.Store.file_version`. It is
+    #: empty for a file of a checkpoint with a manifest: the manifest says whether that is current.
     version: str = ""
 
     def is_current(self) -> bool:
-        """Return whether the path still has the file whose header was read, with the same bytes."""
+        """Return whether the path has the same file as when the header was read, with the same bytes."""
         return store_of(self.path).file_version(self.path) == self.version
 
     @classmethod

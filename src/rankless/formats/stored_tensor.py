@@ -34,7 +34,7 @@ class StoredTensor(ABC):
 
     @property
     def dimension_order(self) -> list[int] | None:
-        """The order of dimensions in memory, if it is another one than that of a contiguous tensor."""
+        """The order of dimensions in memory, if it is not the order of a contiguous tensor."""
         return None
 
     @abstractmethod
@@ -44,7 +44,7 @@ class StoredTensor(ABC):
 
 @dataclass(frozen=True)
 class InlineTensor(StoredTensor):
-    """A tensor whose bytes are in memory, because they were stored among the values."""
+    """A tensor with its bytes in memory, because they were stored among the values."""
 
     info: TensorInfo
     data: bytes

@@ -15,12 +15,16 @@ from rankless.ondisk.read_budget import ReadBudget
 #: The units in the budget for the chunks of a whole folder, in addition to those that its metadata earns.
 LEAST = 2**22
 
-#: Units of work for a chunk in each dimension of a tensor whose chunks are not contiguous.
+#: Units of work for a chunk in each dimension of a tensor that has chunks which are not contiguous.
 _CHUNK = 4
 
 
 def contiguous_range(box: IndexBox, shape: tuple[int, ...]) -> ElementRange | None:
-    """Return the range of elements of a box in row-major order, or ``None`` if it is not contiguous."""
+    """Return the range of elements of a box in row-major order, or ``None`` if it is not contiguous.
+
+    For example, rows 1 and 2 of a tensor of shape ``(4, 8)`` are elements ``[8, 24)``; its first column is not
+    contiguous.
+    """
     cut = next((dim for dim, size in enumerate(box.shape) if size != 1), len(shape))
     if any(box.shape[dim] != shape[dim] for dim in range(cut + 1, len(shape))):
         return None

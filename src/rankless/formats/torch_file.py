@@ -25,7 +25,7 @@ LIGHTNING_FILE = Schema(model=("state_dict",), optimizer=("optimizer_states",), 
 
 
 def is_torch_file(path: Path) -> bool:
-    """Return whether a file begins as those of ``torch.save`` do."""
+    """Return whether a file begins as files of ``torch.save`` do."""
     if not store_of(path).is_file(path):
         return False
     window = _open_window(path)

@@ -48,7 +48,7 @@ def block_range(block: int, nbytes: int) -> tuple[int, int]:
 
 
 def block_sizes(nbytes: int) -> list[int]:
-    """Return the size of each block of a tensor of ``nbytes`` bytes."""
+    """Return the size of each block of a tensor of ``nbytes`` bytes: for example, 16 MiB and 4 MiB for 20 MiB."""
     full, left = divmod(nbytes, BLOCK_BYTES)
     return [BLOCK_BYTES] * full + ([left] if left else [])
 
@@ -99,7 +99,10 @@ def _combine_fragments(fragments: Sequence[Fragment], start: int, stop: int) -> 
 
 
 def to_hex(crcs: Iterable[int]) -> str:
-    """Encode CRCs as text: 16 lower-case hexadecimal digits each, without separators."""
+    """Encode CRCs as text: 16 lower-case hexadecimal digits each, without separators.
+
+    For example, ``[1, 255]`` gives ``000000000000000100000000000000ff``.
+    """
     numbers = list(crcs)
     return struct.pack(f">{len(numbers)}Q", *numbers).hex()
 

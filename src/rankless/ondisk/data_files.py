@@ -35,7 +35,8 @@ CRC_KEY = "rankless.crc64nvme"
 #: Key of the header metadata that holds ``{tied name: stored name}`` as JSON.
 TIED_KEY = "rankless.tied"
 
-#: The group of a PEFT adapter, ``default``; those of other adapters have their name after a slash.
+#: The group of a PEFT adapter, ``default``. The groups of other adapters have their name after a slash, for example
+#: ``adapter/style``.
 ADAPTER = "adapter"
 
 #: The folder of a weights directory that has the manifests of published versions.
@@ -142,7 +143,10 @@ class DataFile(msgspec.Struct, frozen=True, dict=True):
 
 
 def adapter_group(name: str) -> str:
-    """Return the group of the PEFT adapter called ``name``, which is also its folder inside the checkpoint."""
+    """Return the group of the PEFT adapter called ``name``, which is also its folder inside the checkpoint.
+
+    For example, ``style`` has the group ``adapter/style``, and ``default`` has ``adapter``.
+    """
     return ADAPTER if name == "default" else f"{ADAPTER}/{name}"
 
 
@@ -173,7 +177,10 @@ def parse_size(size: int | str) -> int:
 
 
 def split_by_size(sizes: Mapping[Item, int], limit: int) -> Iterator[list[Item]]:
-    """Yield the items of each file, in order: at most ``limit`` bytes or one item. Yield one file at least."""
+    """Yield the items of each file, in order: at most ``limit`` bytes or one item. Yield one file at least.
+
+    For example, sizes of 3, 4 and 9 bytes with a limit of 8 give two files: the first two items, and the last one.
+    """
     items: list[Item] = []
     file_bytes = 0
     for item, nbytes in sizes.items():
@@ -257,7 +264,10 @@ def _build_entries(names: Sequence[str], tensors: Mapping[str, TensorInfo]) -> d
 
 
 def file_stem(group: str) -> str:
-    """Return the path of a group's files inside the checkpoint, without number and suffix."""
+    """Return the path of a group's files inside the checkpoint, without number and suffix.
+
+    For example, ``model`` gives ``model/model``, and ``model/gen`` gives ``model/gen/model``.
+    """
     if is_adapter_group(group):
         return f"{group}/{ADAPTER_STEM}"
     return group if group in {"state", "ranks"} else f"{group}/{group.split('/', maxsplit=1)[0]}"
@@ -270,7 +280,7 @@ def _file_paths(group: str, n: int) -> list[str]:
 
 
 def index_path(files: Sequence[DataFile]) -> str:
-    """Return the path of the index of a group's files, of which there are several."""
+    """Return the path of the index of a group's files, such as ``model/model.safetensors.index.json``."""
     return f"{_NUMBER.sub('', files[0].path)}.index.json"
 
 

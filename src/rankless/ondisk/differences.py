@@ -6,8 +6,8 @@ words of a bf16 model, most of them by a few units: both the gaps between change
 numbers, which Huffman codes store at their entropy. XOR, as others use, does not have small numbers.
 
 The publisher encodes in threads of each rank (:mod:`rankless.weights.version_parts`); readers decode
-(:mod:`rankless.formats.weights.difference_parts`). The encodings are parts of the format: see ``docs/format.md``.
-What a corrupt or hostile part makes of them is refused by :func:`decode_range`, or by the CRCs of the version.
+(:mod:`rankless.formats.weights.difference_parts`). The encodings are parts of the format: see ``docs/format.md``. If a
+part is corrupt or hostile, :func:`decode_range` refuses its encodings, or the CRCs of the version show the error.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class EncodedRange(NamedTuple):
 class DecodedRange(NamedTuple):
     """The changed words of a range.
 
-    Without ``positions`` all words have changed. ``values`` are what is added to the words or, with ``replaces``, what
-    they become.
+    Without ``positions`` all words have changed. ``values`` are added to the words. With ``replaces`` they replace the
+    words. For example, positions ``[2, 5]`` and values ``[1, -1]`` raise word 2 by one and lower word 5 by one.
     """
 
     positions: npt.NDArray[np.int32] | None
@@ -147,7 +147,10 @@ def _encode_sparse(positions: npt.NDArray[np.int64], differences: Words, count: 
 
 
 def _encode_gaps(gaps: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-    """Return a byte for each gap below 255, and one byte of 255 more for each 255 words of a longer one."""
+    """Return a byte for each gap below 255, and one byte of 255 more for each 255 words of a longer one.
+
+    For example, the gaps 3 and 600 give the bytes 3, 255, 255 and 90.
+    """
     more = gaps // _MORE
     if not more.any():
         return gaps.astype(np.uint8)
@@ -191,7 +194,7 @@ def _deflate(data: bytes, *, has_runs: bool = False) -> bytes:
 
 
 def _inflate(data: memoryview | bytes, most: int, subject: str) -> bytes:
-    """Return what a deflate stream holds, at most that many bytes. The memory is bounded before it is used."""
+    """Return the data in a deflate stream, at most that many bytes. The memory is bounded before it is used."""
     decoder = zlib.decompressobj(-15)
     try:
         inflated = decoder.decompress(data, most + 1)

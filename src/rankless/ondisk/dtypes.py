@@ -77,7 +77,7 @@ NUMPY_NAMES = {
 #: Floating-point dtypes, which may be cast into each other.
 FLOATING = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"})
 
-#: Floating-point dtypes whose values need no scale that is stored apart. A save may cast them.
+#: Floating-point dtypes with values that need no separate scale. A save may cast them.
 UNSCALED_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -91,7 +91,9 @@ def dtype_width(dtype: str) -> int:
 
 
 def count_bytes_of_rows(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape in elements of a shape in values: that of the file. They differ for packed dtypes.
+    """Return the shape in elements, given the shape in values, as in the file. They differ for packed dtypes.
+
+    For example, ``F4`` has two values in a byte, so ``(3, 8)`` becomes ``(3, 4)``.
 
     Raises ``FormatError`` if rows of a packed dtype do not end with a byte.
     """

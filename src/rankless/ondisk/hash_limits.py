@@ -2,8 +2,8 @@
 
 Many keys of one hash make each insertion into a dict or set linear in its size: a denial-of-service attack.
 
-Readers of pickles and values, and the check of values of a save, count with it: what a save accepts, readers must
-accept.
+Readers of pickles and values, and the check of values of a save, count with it: readers must accept all values that a
+save accepts.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 #: The most keys of one hash that a table may have. Ordinary tables have a few: ``-1`` and ``-2`` have the same hash.
 MAX_EQUAL_HASHES = 32
 
-#: Types of which an attacker cannot find many values of one hash. The hashes of texts are randomised per process, and
-#: at most 34 floats have the same hash.
+#: Types that offer an attacker no way to find many values of one hash. The hashes of texts are randomised per process,
+#: and at most 34 floats have the same hash.
 _SAFE_TYPES = frozenset({str, bytes, float, bool, type(None)})
 
 #: Integers below this are their own hash.
@@ -24,7 +24,7 @@ _SELF_HASH_LIMIT = 2**61 - 2
 
 
 def count_hashes(keys: Iterable[Any]) -> Counter[int]:
-    """Count each hash of the keys whose hashes an attacker can choose."""
+    """Count each hash of the keys. Keys that :func:`has_safe_hash` are not counted."""
     return Counter(hash(key) for key in keys if not has_safe_hash(key))
 
 

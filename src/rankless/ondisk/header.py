@@ -69,7 +69,7 @@ def encode_header(entries: Mapping[str, HeaderEntry], metadata: Mapping[str, str
 
 
 def header_length(prefix: bytes, file_size: int, file: str) -> int:
-    """Return the offset in bytes at which the data of ``file`` starts, from its first 8 bytes.
+    """Return the offset in bytes of the data of ``file``, from the file's first 8 bytes.
 
     Raises ``CorruptCheckpointError`` if the offset is impossible, before any memory is allocated for the header.
     """

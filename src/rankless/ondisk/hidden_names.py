@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 #: ``partial``: a save in progress, or an interrupted one. ``replaced``: a checkpoint that another save replaced.
 #: ``removed``: a checkpoint that is being deleted. ``corrupt``: one that a load found corrupt, or that has no manifest,
 #: kept for inspection. ``lock``: no directory, but the lock file of the ``partial`` one. ``pin``: a file too, of a
-#: process that needs the checkpoint; its id is that of the pin.
+#: process that needs the checkpoint; its id is the id of the pin.
 State = Literal["partial", "replaced", "removed", "corrupt", "lock", "pin"]
 
 #: The file with statistics of a checkpoint, which is put into its folder after the save, and is not in its manifest.
@@ -36,7 +36,7 @@ class HiddenName(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the directory or file."""
+        """The name of the directory or file, for example ``.step_100.RUN.ID.partial`` with 16 digits for RUN and ID."""
         return f".{self.tag}.{self.run}.{self.id}.{self.state}"
 
     def with_state(self, state: State) -> HiddenName:

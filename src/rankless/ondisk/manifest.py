@@ -37,7 +37,7 @@ _TAIL = re.compile(rb',\n  "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
 
 
 class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file: its size in bytes and the CRC of all of it. For a data file, also those of its header."""
+    """A file: its size in bytes and the CRC of all of it. For a data file, also the size and the CRC of its header."""
 
     size: Count
     crc64nvme: Hex64
@@ -67,10 +67,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     ``sequence`` counts the saves into a run's directory. Together with ``time`` (seconds since 1970) and ``id`` it
     decides which checkpoint is the latest. ``run`` is a random id, chosen at the first save of a run. ``incarnation``
-    is the number of the job that saved it, among all jobs of the directory; 0 if that is unknown. ``edits`` are those
-    by which the training came about, oldest first; a training that was never edited has no such member.
-    A metric that was not finite is ``None``. Readers ignore members that they do not know: a change that a reader
-    must know about increments the version.
+    is the number of the job that saved it, among all jobs of the directory; 0 if that is unknown. ``edits`` are the
+    edits that led to the training, oldest first; a training that was never edited has no such member. A metric that was
+    not finite is ``None``. Readers ignore members that they do not know: a change that a reader must know about
+    increments the version.
     """
 
     format: str

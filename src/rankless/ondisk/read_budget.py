@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from rankless.errors import ReadBudgetError
 
-#: The units that each byte of input adds, and those of an empty checkpoint. Ordinary input needs up to 3.5 a byte.
+#: The units that each byte of input adds, and the units of an empty checkpoint. Ordinary input needs up to 3.5 a byte.
 _UNITS_PER_BYTE, _MIN_UNITS = 4, 2**19
 
 #: The bytes of memory that cost one unit. In time, a unit is about a quarter of a microsecond.

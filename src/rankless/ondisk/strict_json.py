@@ -2,8 +2,8 @@
 
 Input that only lenient parsers accept can mean different things to different readers.
 
-Headers, manifests and files of values are parsed with it, on each rank that opens a checkpoint. What is refused here
-must not be accepted elsewhere: two readers would see other values.
+Headers, manifests and files of values are parsed with it, on each rank that opens a checkpoint. JSON that is refused
+here must not be accepted elsewhere: two readers would see other values.
 """
 
 from __future__ import annotations

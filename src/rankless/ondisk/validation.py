@@ -1,8 +1,7 @@
 """Validation of tags, file names, tensor names, manifest numbers and arguments.
 
-Public functions check their arguments with it on each rank, inside of what makes errors common
-(:mod:`rankless.engine.comm.collective_call`, or the first vote). :func:`state_key` makes names of tensors that are in
-files.
+Public functions check their arguments with it on each rank, inside :mod:`rankless.engine.comm.collective_call` or the
+first vote, which make errors common. :func:`state_key` makes names of tensors that are in files.
 """
 
 from __future__ import annotations
@@ -30,7 +29,10 @@ _COMPONENT_BYTES, _PATH_BYTES = 255, 1000
 
 
 def state_key(fqn: str, state: str) -> str:
-    """Return a tensor's name in ``optimizer/``: the FQN, a slash, the state's name with ``%`` and ``/`` escaped."""
+    """Return a tensor's name in ``optimizer/``: the FQN, a slash, the state's name with ``%`` and ``/`` escaped.
+
+    For example, ``state_key("fc.weight", "exp_avg")`` is ``fc.weight/exp_avg``.
+    """
     return f"{fqn}/{state.replace('%', '%25').replace('/', '%2F')}"
 
 

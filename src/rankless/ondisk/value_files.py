@@ -1,10 +1,10 @@
-"""The files of values, and the order in which optimizers list their parameters.
+"""The files of values, and the order of parameters in optimizers.
 
 The file that all ranks share lists parameters by name, because a pipeline stage knows only its own parameters. If all
 ranks have the same list, its order is saved with the per-rank state: formats that number parameters need it.
 
 Rank 0 builds both files in the commit of a save; live copies and conversions build them, too. Readers restore the order
-(:mod:`rankless.formats.native`). The keys, and the order of what is sorted, are parts of the format.
+(:mod:`rankless.formats.native`). The keys, and the order of sorted entries, are parts of the format.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SUBCLASS = "tensor_subclass"
 #: The member of this description with torchao's own, as JSON: see :mod:`rankless.ondisk.torchao_form`.
 TORCHAO = "torchao"
 
-#: The key of what an optimizer keeps besides the states of parameters and the settings of groups.
+#: The key of the values that an optimizer keeps besides the states of parameters and the settings of groups.
 OWN_STATE = "own"
 
 #: Key of a flag of this: more of it is among the states and settings, as in ``Optimizer.state_dict()``.

@@ -37,7 +37,7 @@ SHARED_FILE, RANKS_FILE = "state.json", "ranks.json"
 #: The most bytes of a file of values: readers refuse larger ones, so none is written.
 VALUES_LIMIT = 2**30
 
-#: The most levels of JSON for one level of a tree: the tag of a namespace, that of its dict, a pair, the value.
+#: The most levels of JSON for one level of a tree: the tag of a namespace, the tag of its dict, a pair, the value.
 _JSON_LEVELS = 4
 
 #: The most problems that one message lists.
@@ -51,8 +51,8 @@ _INT_BITS = 10_000
 #: them.
 PARAMETER_SUFFIXES = {True: "@parameter", False: "@frozen-parameter"}
 
-#: What begins the suffix of the name of a tensor whose dimensions have another order in memory, from the outermost to
-#: the innermost, than a contiguous one's: ``@order-1-0``.
+#: The beginning of a suffix of tensor names. The suffix has the order of the dimensions in memory, from the outermost
+#: to the innermost, if the tensor is not contiguous: for example ``@order-1-0`` for a transposed matrix.
 ORDER_SUFFIX = "@order"
 
 
@@ -67,7 +67,7 @@ class ArrayCodec(Protocol):
 
 
 def name_tensor(taken: Container[str], key: str, suffix: str = "") -> str:
-    """Return the name under which a tensor or array of a tree is stored, which no other one of the tree has."""
+    """Return the stored name of a tensor or array of a tree. No other one of the tree has it."""
     name, n = key + suffix, 1
     while name in taken or (not suffix and name.endswith(tuple(PARAMETER_SUFFIXES.values()))):
         n += 1
@@ -258,7 +258,7 @@ _IN_JSON: dict[type, Callable[[Any], bool]] = {
 }
 
 
-#: Types whose values have keys.
+#: Types with keys.
 _KEYED_TYPES = frozenset({dict, set, frozenset, collections.OrderedDict, collections.Counter})
 
 
@@ -383,7 +383,7 @@ def _build_time(parts: list[Any]) -> dt.time:
 
 
 def _encode_instant(value: dt.datetime | dt.time) -> list[Any]:
-    """Encode a time with what ``isoformat`` omits: the zone, and ``fold``, which tells two equal hours apart."""
+    """Encode a time with the parts that ``isoformat`` omits: the zone, and ``fold``, which tells equal hours apart."""
     return [value.replace(tzinfo=None).isoformat(), value.tzinfo, value.fold]
 
 

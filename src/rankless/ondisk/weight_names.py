@@ -36,7 +36,11 @@ def index_and_single(stem: str, form: str = "safetensors") -> tuple[str, str]:
 
 
 def rename_weights(files: Sequence[DataFile], stem: str) -> list[DataFile]:
-    """Return the files of a model, which are called as those of transformers, with another stem."""
+    """Return the files of a model with another stem than transformers' ``model``.
+
+    For example, with the stem ``diffusion_pytorch_model`` the file ``model-00001-of-00002.safetensors`` becomes
+    ``diffusion_pytorch_model-00001-of-00002.safetensors``.
+    """
     paths = [PurePosixPath(file.path) for file in files]
     names = [stem + path.name.removeprefix(TRANSFORMERS[0]) for path in paths]
     return [replace(file, path=str(path.with_name(name))) for file, path, name in zip(files, paths, names, strict=True)]

@@ -1,8 +1,8 @@
 """Published versions of a model's weights: the manifest of a version, and the table of a part. Pure.
 
-A *weights directory* has a manifest for each version in ``versions/``. The exclusive creation of a manifest commits
-the version. A version may be an *anchor*, a folder as ``save_model`` writes it, and have *deltas*: parts that say how
-its model files differ from those of an older version, the base. The manifest has the headers of its model files, with
+A *weights directory* has a manifest for each version in ``versions/``. The exclusive creation of a manifest commits the
+version. A version may be an *anchor*, a folder as ``save_model`` writes it, and have *deltas*: parts that say how its
+model files differ from the files of an older version, the base. The manifest has the headers of its model files, with
 the CRCs of their blocks, also if these files were never written. So a reader that puts a version together can prove it.
 
 Rank 0 of a publisher encodes manifests (:mod:`rankless.weights.version_output`), each rank its parts; readers decode
@@ -46,12 +46,15 @@ _TAIL = re.compile(rb',"crc64nvme":"([0-9a-f]{16})"}\n\Z')
 
 
 def manifest_name(number: int) -> str:
-    """Return the name of the manifest of a version: its number with 20 digits, so that names sort."""
+    """Return the name of the manifest of a version: its number with 20 digits, so that names sort.
+
+    For example, version 7 has ``00000000000000000007.json``.
+    """
     return f"{number:020d}.json"
 
 
 def number_of_name(name: str) -> int | None:
-    """Return the number of the version whose manifest has this name; ``None`` for other names."""
+    """Return the number of a version, given the name of its manifest; ``None`` for other names."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match and int(match[1]) <= LARGEST else None
 
@@ -78,7 +81,7 @@ def delta_name(key: VersionKey) -> str:
 
 
 class TrainingPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The point of a training at which a version was published: its run and incarnation.
+    """The point of a training when a version was published: its run and incarnation.
 
     ``checkpoint`` is the id of the checkpoint that the job has begun to save last by then, or else has loaded, and
     ``tag`` its tag.
@@ -99,9 +102,9 @@ class PublishedFile(msgspec.Struct, frozen=True):
 
 
 class VersionFile(msgspec.Struct, frozen=True):
-    """A model file of a version, of which a delta stores the header only.
+    """A model file of a version. A delta stores only the header of it.
 
-    ``header`` is the JSON in the file; spaces follow up to ``data_start``. ``crc64nvme`` is that of the whole file.
+    ``header`` is the JSON in the file; spaces follow up to ``data_start``. ``crc64nvme`` is the CRC of the whole file.
     """
 
     name: str
@@ -118,7 +121,7 @@ class VersionFile(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """A way from a base to a version: parts, whose ranges say which words differ."""
+    """A way from a base to a version: parts with ranges that say which words differ."""
 
     base: VersionKey
     parts: list[PublishedFile]
@@ -130,7 +133,7 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Anchor(msgspec.Struct, frozen=True):
-    """The newest version by then whose files were written, and their folder. It has the small files of a delta, too."""
+    """The newest version by then with written files, and their folder. It has the small files of a delta, too."""
 
     number: Count
     id: Hex64
@@ -141,7 +144,7 @@ class Anchor(msgspec.Struct, frozen=True):
 class VersionManifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The manifest of a version without its last member, which is the CRC of all bytes before it.
 
-    ``deltas`` are the ways to it, that from the version before first, and ``folder`` has their parts; it is empty
+    ``deltas`` are the ways to it, the way from the version before first, and ``folder`` has their parts; it is empty
     without them. ``anchor`` is the version itself if its files were written. ``files`` are its model files, in order,
     whether or not they were written; ``small_files`` are in the folder of the anchor. Readers ignore members that they
     do not know: a change that a reader must know about increments ``version``.
@@ -233,7 +236,7 @@ def _check_padding(file: VersionFile, subject: str) -> None:
 
 
 def _check_names(manifest: VersionManifest, subject: str) -> None:
-    """Raise ``CorruptCheckpointError``, or ``UnsafeNameError``, if a file could be that of another version."""
+    """Raise ``CorruptCheckpointError``, or ``UnsafeNameError``, if a file could belong to another version."""
     names = [*(file.name for file in manifest.files), *(file.name for file in manifest.small_files)]
     parts = [part.name for delta in manifest.deltas for part in delta.parts]
     for name in (*names, *parts):

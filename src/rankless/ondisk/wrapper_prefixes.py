@@ -1,4 +1,4 @@
-"""Prefixes that wrappers add to the names of tensors: those that are not stored, and those of PEFT.
+"""Prefixes that wrappers add to the names of tensors: prefixes that are not stored, and PEFT's prefixes.
 
 Readers of other systems' files clean names with it. For models in memory there is
 :mod:`rankless.state.model.wrapper_modules`; both must give the same names.
@@ -14,7 +14,7 @@ WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_or
 
 
 def strip_wrapper_prefixes(name: str) -> str:
-    """Return a name without the components that wrappers add."""
+    """Return a name without the components that wrappers add: for example ``fc.weight`` for ``_orig_mod.fc.weight``."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
@@ -52,7 +52,7 @@ def wrapper_cleaner(names: Collection[str]) -> Callable[[str], str]:
 
 
 def has_adapters(names: Iterable[str]) -> bool:
-    """Return whether names of modules or tensors are those of a model with PEFT adapters.
+    """Return whether names of modules or tensors belong to a model with PEFT adapters.
 
     PEFT's prompts are next to its ``base_model``; models of images have a ``prompt_encoder`` that is a part of them.
     """

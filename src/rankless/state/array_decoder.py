@@ -122,7 +122,10 @@ def allocate_tensor(info: TensorInfo, order: Sequence[int] | None = None) -> tor
 
 
 def _order_in_name(name: str, ndim: int) -> list[int] | None:
-    """Return the order of dimensions in the suffix of a tensor's name, if it has one of this number of them."""
+    """Return the order of dimensions in the suffix of a tensor's name, if it has one of this number of them.
+
+    For example, ``user_content.w@order-1-0`` gives ``[1, 0]`` for a tensor of two dimensions.
+    """
     order = re.search(rf"{ORDER_SUFFIX}((?:-\d{{1,9}})+)$", name)
     dimensions = [int(digits) for digits in order[1].split("-")[1:]] if order else None
     return dimensions if dimensions is not None and sorted(dimensions) == list(range(ndim)) else None

@@ -29,7 +29,7 @@ from rankless.state.tensor_views import NAMES, check_present, local_tensor, view
 INLINE_BYTES = 64 * 2**10
 
 
-#: What begins the keys of values that are named by their content.
+#: Prefixes of the keys of values that are named by their content.
 _BY_CONTENT = ("optimizer", "scheduler")
 
 #: Names a tensor that is stored under a key, given the names that are taken, the key, the tensor, and a suffix.
@@ -50,7 +50,7 @@ def name_merged(
     Stages of a pipeline have other tensors at the same place, such as ``optimizer.own.0``: a name that all ranks may
     use must not be a place. Keys of models have the name of a module. ``own`` are the entries of optimizers, by slot:
     they change from save to save, and are named by the optimizer's parameters, so that the plan of the save before
-    stays valid. What is in settings and in schedulers hardly changes, and is named by its content: ranks that have
+    stays valid. Tensors in settings and in schedulers hardly change, and are named by their content: ranks that have
     equal settings store them once, and :func:`~rankless.state.capture.merge_values` sees that others differ.
 
     Names are in files, and a load finds tensors by them.
@@ -66,7 +66,7 @@ def name_merged(
 
 
 def digest_tensor(tensor: torch.Tensor) -> str:
-    """Return a digest of the dtype, shape and elements of what this rank holds of a tensor."""
+    """Return a digest of the dtype, shape and elements of this rank's part of a tensor."""
     local = local_tensor(tensor.detach()).cpu().resolve_conj().resolve_neg().contiguous()
     form = f"{NAMES[local.dtype]} {list(local.shape)} ".encode()
     data = local.reshape(-1).view(torch.uint8).numpy().tobytes() if local.numel() else b""
@@ -134,7 +134,7 @@ class ArrayEncoder:
 
 
 def _find_order(tensor: torch.Tensor) -> list[int]:
-    """Return the order of a tensor's dimensions in memory; empty if it is that of a contiguous one."""
+    """Return the order of a tensor's dimensions in memory: for example ``[1, 0]``; empty for a contiguous tensor."""
     order, usual = order_dimensions(tensor.shape, tensor.stride()), torch.empty(tensor.shape, device="meta")
     return [] if order == order_dimensions(usual.shape, usual.stride()) else order
 

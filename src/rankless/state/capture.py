@@ -260,8 +260,8 @@ def _encode_by_content(name: str, value: Any) -> Any:
 def _add_adapters(captured: Capture, slot: str, parts: Sequence[object], view: ModelView, *, is_required: bool) -> None:
     """Add the PEFT adapters of a model as groups of their own.
 
-    What cannot be stored as PEFT does raises the error of PEFT, or ``StateError``, if it ``is_required``. Else it is
-    left out with a warning, because the tensors of the model have it already.
+    If an adapter cannot be stored as PEFT does, it raises the error of PEFT, or ``StateError``, if it ``is_required``.
+    Else it is left out with a warning, because the tensors of the model have it already.
     """
     modules = adapted_modules(parts) if slot == MODEL else []
     if is_required and not modules:
@@ -427,7 +427,7 @@ def _compare_encoded(value: Any, encoded: Any, arrays: ArrayEncoder) -> Compared
 
 
 def _add_state_arrays(captured: Capture, arrays: ArrayEncoder, *, is_leader: bool) -> None:
-    """Add the tensors of merged values, of which the lowest rank's are saved, and on the leader of shared values."""
+    """Add the tensors of merged values, where the lowest rank's are saved, and on the leader of shared values."""
     for name, tensor in arrays.tensors.items():
         is_merged = name.startswith(_MERGED)
         if is_merged or is_leader:

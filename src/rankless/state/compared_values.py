@@ -1,7 +1,7 @@
 """Values that only rank 0 stores, and that the ranks which have them compare by digests.
 
-Each rank posts the digests in the vote "looking at what to save" (:mod:`rankless.save.save_negotiation`), or in that of
-a live copy. They are compared only, and not stored. Equal values must have equal digests in all processes.
+Each rank posts the digests in the vote "looking at what to save" (:mod:`rankless.save.save_negotiation`), or in the
+same vote of a live copy. They are compared only, and not stored. Equal values must have equal digests in all processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rankless.state.tensor_views import NAMES
 class ComparedValue(NamedTuple):
     """A ``value``; the same as JSON, ``encoded``, with the tensors that this refers to, by name.
 
-    If DDP replaces the value on all ranks of its group by that of one of them, only this one ``is_posted``.
+    If DDP replaces the value on all ranks of its group by one rank's value, only this rank's value ``is_posted``.
     """
 
     value: Any
@@ -64,7 +64,7 @@ def digest_values(compared: Mapping[str, ComparedValue]) -> dict[str, bytes]:
 
 
 def _digest_value(value: ComparedValue, crcs: Iterator[int]) -> bytes:
-    if value.encoded is None and len(value.tensors) == 1:  # a buffer, of which a model may have thousands
+    if value.encoded is None and len(value.tensors) == 1:  # a buffer: a model may have thousands
         (tensor,) = value.tensors.values()
         return digest_bytes(f"{NAMES[tensor.dtype]} {[*tensor.shape]} {next(crcs)}".encode(), DIGEST_BYTES)
     hashed = [

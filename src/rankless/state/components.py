@@ -25,11 +25,13 @@ _WRAPPERS = {
 
 
 def name_components(kind: str, given: Any, is_single: Callable[[Any], bool]) -> dict[str, list[Any]]:
-    """Return the parts of each separate object, under ``kind`` or, for those of a dict, ``kind/name``.
+    """Return the parts of each separate object, under ``kind`` or, for objects of a dict, ``kind/name``.
+
+    For example, the models ``{"generator": g, "critic": c}`` are ``model/generator`` and ``model/critic``.
 
     ``is_single`` returns whether a mapping is a single object, such as a state dict, rather than a dict of several
-    objects. Raises ``InvalidArgumentError`` for a list without parts; only optimizers and schedulers may have none:
-    those of a stage of a pipeline that is not trained.
+    objects. Raises ``InvalidArgumentError`` for a list without parts; only optimizers and schedulers may have none, in
+    a stage of a pipeline that is not trained.
     """
     if given is None:
         return {}

@@ -1,7 +1,7 @@
 """Boxes of a tensor that a local tensor says it holds: torch's ``CheckpointableTensor``, and lists of chunks.
 
 A ``CheckpointableTensor`` of torch 2.14 and newer is a plain tensor with four attributes: ``global_shape``, and of each
-box ``global_offsets``, ``local_offsets`` and ``local_sizes``. What is in no box is padding. The local tensor of a
+box ``global_offsets``, ``local_offsets`` and ``local_sizes``. Elements in no box are padding. The local tensor of a
 DTensor may have ``__create_chunk_list__``, as Megatron-FSDP's have.
 
 :mod:`rankless.state.tensor_views` asks it on each rank for each tensor of a save or load. A load unpacks in the vote

@@ -53,7 +53,10 @@ def replace_shared(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[st
 
 
 def own_model_values(slot: str, view: ModelView, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``own`` buffers and extra state of one model, by their names in it."""
+    """Return the ``own`` buffers and extra state of one model, by their names in it.
+
+    For example, the own value ``model/bn.running_mean`` is ``bn.running_mean`` in the model ``model``.
+    """
     names = (*view.extra, *view.buffers)
     return {name: own[f"{slot}/{name}"] for name in names if f"{slot}/{name}" in own}
 

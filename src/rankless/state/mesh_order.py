@@ -1,7 +1,7 @@
-"""The order of the ranks of a device mesh: that of torch's collectives, which may differ from its array of ranks.
+"""The order of a device mesh's ranks in torch's collectives, which may differ from the mesh's array of ranks.
 
 FSDP2 and DTensor divide by the rank in the process group of each mesh dimension, and torch sorts the ranks of a group.
-So on ``DeviceMesh("cpu", [2, 0, 3, 1])`` rank 0 holds the first shard.
+For example, on ``DeviceMesh("cpu", [2, 0, 3, 1])`` rank 0 holds the first shard.
 
 :mod:`rankless.state.tensor_views` and :mod:`rankless.state.model.fsdp1` ask it on each rank. All ranks of a mesh must
 get the same order: it decides which rank holds which bytes.
@@ -84,7 +84,10 @@ def _index_of(fixed: dict[int, int], ndim: int) -> tuple[int | slice, ...]:
 
 
 def _places_in_lines(array: NDArray[np.int64], dim: int) -> NDArray[np.int64]:
-    """Return the place of each rank among the sorted ranks of its line along a dimension."""
+    """Return the place of each rank among the sorted ranks of its line along a dimension.
+
+    For example, the line ``[2, 0, 3, 1]`` gives ``[2, 0, 3, 1]``, and ``[6, 4, 9]`` gives ``[1, 0, 2]``.
+    """
     return np.argsort(np.argsort(array, axis=dim), axis=dim)
 
 

@@ -29,8 +29,8 @@ class MetaModels:
     def can_materialize(self, slot: str) -> bool:
         """Return whether loading may give a model memory.
 
-        It may not if an optimizer is loaded too, whose states were made for parameters without memory, and not under
-        FSDP1.
+        It may not under FSDP1, and not if an optimizer is loaded too: its states were made for parameters without
+        memory.
         """
         parts = models.model_components(self._training.model)[slot]
         are_modules = all(isinstance(part, nn.Module) and not fsdp1.uses_fsdp1(part) for part in parts)

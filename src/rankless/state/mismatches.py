@@ -1,4 +1,4 @@
-"""The mismatches between a checkpoint and what it is loaded into, and the policy that refuses or allows them.
+"""The mismatches between a checkpoint and the objects of a load, and the policy that refuses or allows them.
 
 A load or live copy fills a report on each rank while it matches; rank 0 of a load merges the tolerated mismatches of
 all ranks in the vote "matching the checkpoint with what it is loaded into".
@@ -23,10 +23,10 @@ class RestorePolicy(msgspec.Struct, frozen=True):
     """The rules of a restore: names must match if ``strict``, and dtypes unless ``cast_dtype``.
 
     ``rng``: restore the random number generators. ``per_rank_content``: restore the content of each rank.
-    ``allow_missing`` are the components that may be missing, wholly or partly, even if ``strict``. ``lenient`` are
-    those whose names need not match. Both have kinds, of :data:`COMPONENTS`, or names such as ``"model/generator"`` and
-    ``"stateful/scaler"``. ``ignores_unexpected``: the checkpoint may have more names, even if ``strict``.
-    ``may_skip_frozen``: an optimizer whose parameters are numbers may have none for frozen ones.
+    ``allow_missing`` are the components that may be missing, wholly or partly, even if ``strict``. ``lenient`` are the
+    components with names that need not match. Both have kinds, of :data:`COMPONENTS`, or names such as
+    ``"model/generator"`` and ``"stateful/scaler"``. ``ignores_unexpected``: the checkpoint may have more names, even if
+    ``strict``. ``may_skip_frozen``: an optimizer that numbers its parameters may have no number for frozen ones.
     """
 
     strict: bool
@@ -48,7 +48,10 @@ class RestorePolicy(msgspec.Struct, frozen=True):
 
 
 def as_components(allow_missing: object) -> frozenset[str]:
-    """Return the components in the argument ``allow_missing``: a list of their names, or a single name."""
+    """Return the components in the argument ``allow_missing``: a list of their names, or a single name.
+
+    For example, ``"scheduler"`` and ``["scheduler"]`` are the same.
+    """
     if isinstance(allow_missing, str):
         return frozenset({allow_missing})
     if not isinstance(allow_missing, Iterable):
@@ -63,12 +66,12 @@ def _is_selected(component: str, selected: frozenset[str]) -> bool:
 
 
 class MismatchReport(msgspec.Struct):
-    """The mismatches of a load: names that are on one side only, and tensors whose shape or dtype differs.
+    """The mismatches of a load: names that are on one side only, and tensors with another shape or dtype.
 
     ``unexpected`` has the component of each name. ``reasons`` has, for each missing thing that was requested, its
-    component and a message. ``incomplete`` are the components (``"model"``, …) that have such names, ``cast`` those
-    with tensors whose dtype differs. ``differing`` are values that differed between the ranks that saved, and of which
-    each rank gets that of rank 0, with their components.
+    component and a message. ``incomplete`` are the components (``"model"``, …) that have such names, ``cast`` the
+    components with tensors of another dtype. ``differing`` has, with their components, the values that differed between
+    the ranks that saved: each rank gets rank 0's value.
     """
 
     missing: list[str] = msgspec.field(default_factory=list)
@@ -82,7 +85,7 @@ class MismatchReport(msgspec.Struct):
     def add_missing(self, component: str, name: str, reason: str = "", *, is_optional: bool = False) -> None:
         """Add a name that is not in the checkpoint, or that cannot be restored for a ``reason``.
 
-        What is optional is never refused.
+        An optional name is never refused.
         """
         self.missing.append(name)
         self.incomplete.add(component)
@@ -101,7 +104,7 @@ class MismatchReport(msgspec.Struct):
         self.incomplete.add(component)
 
     def refused_components(self, policy: RestorePolicy) -> list[str]:
-        """Return the components of which something is missing that must not be."""
+        """Return the components where something is missing that must not be."""
         return list(dict.fromkeys(component for component, _ in self.reasons if not policy.may_be_missing(component)))
 
     def refused_names(self, policy: RestorePolicy) -> list[str]:
@@ -121,9 +124,9 @@ class MismatchReport(msgspec.Struct):
         return reasons[: _SHOWN + 1]
 
     def raise_if_any(self, policy: RestorePolicy, source: str, advice: str = "") -> None:
-        """Raise a ``MismatchError`` that names all mismatches which the policy does not allow.
+        """Raise a ``MismatchError`` that names all mismatches, without the ones that the policy allows.
 
-        ``advice`` says what to do if something is different.
+        ``advice`` is text for the message if something is different.
         """
         refused, unexpected = self.refused_components(policy), self.refused_names(policy)
         lines = self.different + [reason for component, reason in self.reasons if not policy.may_be_missing(component)]

@@ -173,7 +173,8 @@ def _make_seeds(saved: SavedRankStates, rank: int, size: int) -> dict[str, str]:
     again. If all ranks did, such groups cannot be distinguished from ranks with equal seeds, and each rank gets its own
     stream.
 
-    The texts are a part of what a load promises: the same checkpoint gives the same random numbers each time.
+    A load promises that the same checkpoint gives the same random numbers each time, and the texts are a part of this
+    promise.
     """
     all_states = _comparable_states(saved)
     if not all_states:
@@ -209,7 +210,10 @@ def _check_states(states: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def equal_run_length(states: Sequence[Any]) -> int:
-    """Return the largest n for which the ranks form groups of n neighbours, all with equal states within a group."""
+    """Return the largest n such that ranks form groups of n neighbours with equal states.
+
+    For example, the states ``[a, a, b, b]`` give 2, and ``[a, b, b, b]`` gives 1.
+    """
     number = len(states)
     sizes = (size for size in range(number, 0, -1) if number % size == 0)
     return next(size for size in sizes if all(states[i] == states[i - i % size] for i in range(number)))

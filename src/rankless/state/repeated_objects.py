@@ -24,7 +24,7 @@ class Stored(NamedTuple):
 
 
 class SavedPlace(NamedTuple):
-    """A saved value, the component that it is of, what it is in messages, and the identity of what gets it here.
+    """A saved value, its component, its name in messages, and the identity of the object that gets it here.
 
     A value of ``None`` is another form of the state of the object, which cannot be compared.
     """
@@ -48,7 +48,9 @@ class Repetition(NamedTuple):
 
 
 def find_repetitions(places: Sequence[SavedPlace], tensors: Mapping[str, torch.Tensor]) -> Iterator[Repetition]:
-    """Yield each place of an object after its first place. ``tensors`` are those in decoded values, by stored name.
+    """Yield each place of an object after its first place.
+
+    ``tensors`` has the tensors in decoded values, by stored name.
 
     Tensors are recognized by their addresses: all decoded ones must be alive, each with memory of its own.
     """

@@ -149,7 +149,7 @@ class LoadTargets:
         self._find_shared()
 
     def _match_schedulers(self, slot: str, parts: Sequence[Any]) -> None:
-        """Find the saved state of each scheduler: that of its stage, if stages had different ones."""
+        """Find the saved state of each scheduler: the state of its stage, if stages had different ones."""
         refs = optimizers.refs_for(OPTIMIZER, self._views or self._view_models()) or {}
         names = {identity: [ref.name for ref in param_refs] for identity, param_refs in refs.items()}
         params = [scheduled_params(part, names) for part in parts]
@@ -223,7 +223,7 @@ class LoadTargets:
                 }
 
     def _compare_repeated(self) -> None:
-        """Compare the saved values of what is one object here. Called only if something may be."""
+        """Compare the saved values that one object gets here. Called only if there may be such an object."""
         for repetition in find_repetitions([*self._list_places()], self.shared.tensors):
             first, second, tensors = repetition
             components = {first.component, second.component}
@@ -337,7 +337,7 @@ class LoadTargets:
         yield from explain_config_differences(parts, configs) if configs else ()
 
     def classify_components(self) -> tuple[list[str], list[str]]:
-        """Return the components that are restored exactly, and those that are reconstructed from what was saved.
+        """Return the components that are restored exactly, and the components that are reconstructed from saved values.
 
         Reconstructed components differ: they are cast, split for another number of ranks, seeded, or rank 0's for all.
         """
@@ -361,7 +361,7 @@ class LoadTargets:
         return exact, reconstructed
 
     def components_not_requested(self) -> list[str]:
-        """Return the components of the checkpoint for which nothing was passed: the same on ranks that pass the same.
+        """Return the checkpoint's components without a passed object: the same on ranks that pass the same.
 
         They also have the objects that only other ranks had.
         """
@@ -648,7 +648,7 @@ class LoadTargets:
         return trained
 
     def _match_own_state(self, slot: str, optimizer_restore: OptimizerRestore) -> None:
-        """Report what optimizers keep in their ``state_dict()`` besides states and settings, on one side only."""
+        """Report values in optimizers' ``state_dict()``, besides states and settings, that are on one side only."""
         for name in optimizer_restore.missing_own():
             reason = (
                 f"{name} keeps values in its state_dict() that the checkpoint lacks, or has for other parameters or "
@@ -667,7 +667,7 @@ class LoadTargets:
         infos: Mapping[str, TensorInfo],
         views: Mapping[str, ModelView],
     ) -> None:
-        """Note the stored states of what is one parameter here: all but one of them are dropped if they are equal."""
+        """Note the stored states of one parameter here: all but one of them are dropped if they are equal."""
         for group, view in views.items():
             if view.tied:
                 pairs = self._pair_tied(slot, group, optimizer_restore, infos, view.tied)
@@ -724,7 +724,7 @@ class LoadTargets:
         return self._view_models({name for group in self._values[slot]["groups"] for name in group["params"]})
 
     def _view_models(self, stored: Collection[str] = ()) -> dict[str, ModelView]:
-        """Return views of the models that only provide parameter names, of which those of ``stored`` are known."""
+        """Return views of the models that only provide parameter names. The checkpoint has the names in ``stored``."""
         components = models.model_components(self._training.naming_model).items()
         return {name: models.build_load_view(parts, set(stored)) for name, parts in components}
 
@@ -732,7 +732,7 @@ class LoadTargets:
     def apply(self) -> None:
         """Put the values in place, once all tensors are filled.
 
-        Each rank calls it in the vote "putting values in place", in which errors of user code become common.
+        Each rank calls it in the vote "putting values in place", where errors of user code become common.
         """
         for target in self._iterate_targets():
             if target.packed is not None:
@@ -797,7 +797,11 @@ def _component_of(group: str) -> str:
 
 
 def _prefix_in(slot: str, group: str) -> str:
-    """Return what the names of a model's parameters begin with in an optimizer of the component ``slot``."""
+    """Return the prefix of a model's parameter names in an optimizer of the component ``slot``.
+
+    For example, the parameters of ``model/critic`` begin with ``critic/`` in ``optimizer``, and have no prefix in
+    ``optimizer/critic``.
+    """
     is_own = group in {MODEL, MODEL + slot.removeprefix(OPTIMIZER)}
     return "" if is_own else group.removeprefix(f"{MODEL}/") + "/"
 

@@ -57,7 +57,7 @@ def check_generators(state: Mapping[str, Any]) -> None:
 
 
 def _numpy_kinds() -> dict[str, Any]:
-    """Return the kinds of NumPy's global generator, any of which ``mtrand.set_bit_generator`` may have chosen.
+    """Return the kinds of NumPy's global generator. ``mtrand.set_bit_generator`` may have chosen any of them.
 
     A load without generators does not import ``np.random``, which takes 2 MB.
     """
@@ -109,7 +109,7 @@ def _set_state(name: str, state: Any) -> None:
 
 
 def _numpy_generator() -> Any:
-    """Return what NumPy's global generator draws its bits from."""
+    """Return the bit generator of NumPy's global generator."""
     return np.random.mtrand.get_bit_generator()
 
 

@@ -1,9 +1,9 @@
 """Schedulers: their state is stored with their class, so that it is not loaded into another class.
 
 A save calls it on each rank in its first vote (:mod:`rankless.state.capture`), a load while it matches and when it puts
-values in place (:mod:`rankless.state.restore`). The form of :func:`scheduler_entries` is in
-``state.json``, and that of :func:`scheduler_values` in the file of one scheduler
-(:mod:`rankless.components.scheduler_file`): old files must stay readable.
+values in place (:mod:`rankless.state.restore`). The form of :func:`scheduler_entries` is in ``state.json``, and the
+form of :func:`scheduler_values` in the file of one scheduler (:mod:`rankless.components.scheduler_file`): old files
+must stay readable.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def scheduler_components(scheduler: object) -> dict[str, list[Any]]:
 def scheduler_entries(parts: Sequence[Any], names: Mapping[int, Sequence[str]]) -> list[dict[str, Any]]:
     """Return the class's name, the ``state_dict`` and the scheduled parameters of each part.
 
-    ``names`` are those of parameters, by ``id``. Raises ``InvalidArgumentError`` if an object is not a scheduler.
+    ``names`` has the names of parameters, by ``id``. Raises ``InvalidArgumentError`` if an object is not a scheduler.
     """
     return [{**_scheduler_entry(part), "params": scheduled_params(part, names)} for part in parts]
 
@@ -118,7 +118,7 @@ class _KeyDifferences(msgspec.Struct, frozen=True):
 
     @property
     def are_of_other_class(self) -> bool:
-        """True if the saved class is certainly another one: those of torch keep the same keys in all versions."""
+        """True if the saved class is certainly another one: a class of torch keeps the same keys in all versions."""
         is_of_torch = type(self.scheduler).__module__.startswith("torch.optim.")
         return bool(self.unknown) and (bool(self.lacking) or (is_of_torch and not self.is_named))
 
@@ -142,7 +142,7 @@ def _compare_keys(scheduler: Any, live: Any, saved: Any, *, is_named: bool) -> I
 
 
 def _public_keys(state: Mapping[Any, Any]) -> set[str]:
-    """Return the names of what a scheduler keeps, with the numbers of the callable objects that have a state."""
+    """Return the names of a scheduler's values, with the numbers of the callable objects that have a state."""
     keys = {str(key) for key in state if not str(key).startswith("_")} - _OF_ALL
     rules = state.get(_RULES, ())
     return keys | {
@@ -218,7 +218,10 @@ def _set_momentum(scheduler: Any) -> None:
 
 
 def _restore_integer_keys(live: Any, saved: Any) -> Any:
-    """Return a saved state with integer keys where the scheduler's own state has them. DCP stores all keys as text."""
+    """Return a saved state with integer keys where the scheduler's own state has them. DCP stores all keys as text.
+
+    For example, the ``milestones`` ``{"30": 1}`` of a ``MultiStepLR`` become ``{30: 1}``.
+    """
     if isinstance(live, list) and isinstance(saved, list) and len(live) == len(saved):
         return [_restore_integer_keys(live_item, saved_item) for live_item, saved_item in zip(live, saved, strict=True)]
     if not isinstance(live, dict) or not isinstance(saved, dict):

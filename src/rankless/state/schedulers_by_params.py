@@ -14,10 +14,10 @@ from rankless.observe.warning import warn_caller
 from rankless.ondisk.values import are_same, to_json
 from rankless.state.array_decoder import are_same_decoded
 
-#: Keys of the states of torch's schedulers whose values are lists with an item for each parameter group.
+#: Keys of the states of torch's schedulers with lists of one item for each parameter group.
 BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums")
 
-#: Keys of theirs whose values are lists of something else.
+#: Keys of the same states with lists of something else.
 _NOT_BY_GROUP = ("_milestones", "_schedule_phases")
 
 #: The key of the states of the schedulers in a chain.
@@ -33,7 +33,7 @@ _DIFFERED = "differed"
 def scheduled_params(scheduler: Any, names: Mapping[int, Sequence[str]]) -> list[list[str]] | None:
     """Return the names of the parameters in each group that a scheduler schedules; ``None`` if they are unknown.
 
-    ``names`` are those of the parameters of models, by ``id``. Without a model, an optimizer that was created from
+    ``names`` has the names of models' parameters, by ``id``. Without a model, an optimizer that was created from
     ``named_parameters()`` knows them.
     """
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
@@ -51,10 +51,9 @@ def _name_group(group: Mapping[str, Any], names: Mapping[int, Sequence[str]]) ->
 def merge_entries(ranks: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return the encoded entries of all ranks, each once, in an order that does not depend on the ranks.
 
-    If all ranks have the same, their order is kept: a caller without a model may load them by position.
-    Entries of the same parameters, or without parameters, are distinguished by their order on their rank. If ranks hold
-    different states of one, or only some ranks have one without parameters, that of the lowest rank is stored, and
-    marked.
+    If all ranks have the same, their order is kept: a caller without a model may load them by position. Entries of the
+    same parameters, or without parameters, are distinguished by their order on their rank. If ranks hold different
+    states of one, or only some ranks have one without parameters, the state of the lowest rank is stored, and marked.
     """
     if all(are_same(entries, ranks[0]) for entries in ranks):
         return ranks[0]
@@ -82,10 +81,10 @@ def _count_earlier(items: Sequence[Any]) -> list[int]:
 def find_entries(saved: Any, params: Sequence[list[list[str]] | None]) -> tuple[Any, bool]:
     """Return the saved entry of each of several schedulers, given the ``params`` of each one's groups.
 
-    It is ``None`` for a scheduler of which the checkpoint has no state, or several that differ. If parameters are
-    known only here, or only in the checkpoint, all entries are returned as they are stored: they are matched by
-    position. Also return whether an entry may not be the state that the scheduler had: ranks had different states of
-    it, or something was matched by position that may be in another order here.
+    It is ``None`` for a scheduler if the checkpoint has no state of it, or several that differ. If parameters are known
+    only here, or only in the checkpoint, all entries are returned as they are stored: they are matched by position.
+    Also return whether an entry may not be the state that the scheduler had: ranks had different states of it, or
+    something was matched by position that may be in another order here.
     """
     entries = saved if isinstance(saved, list) else [saved]
     named = [entry for entry in entries if _has_params(entry)]

@@ -26,8 +26,8 @@ from rankless.observe.spans import span
 class _StateCopy(msgspec.Struct, frozen=True, eq=False):
     """A copy in progress, until ``copied`` is set.
 
-    ``order_step`` lets what the calling thread enqueues next on accelerators follow it; ``None`` if the thread must
-    wait.
+    ``order_step`` lets kernels that the calling thread enqueues next on accelerators follow it; ``None`` if the thread
+    must wait.
     """
 
     copied: Event

@@ -20,14 +20,15 @@ from rankless.state.optimizer.adapters import optimizer_components
 _Version = tuple[int, int]
 
 
-#: The most tensors of which elements are compared.
+#: The most tensors with elements that are compared.
 _MAX_SAMPLED = 32
 
 
 class _MarkedTensor(NamedTuple):
     """A tensor of a model when a step was complete.
 
-    ``versions`` are its own and, of a ``DTensor``, that of its shard. ``sample`` has some elements, or none.
+    ``versions`` has its own version and, for a ``DTensor``, the version of its shard. ``sample`` has some elements, or
+    none.
     """
 
     tensor: weakref.ref[torch.Tensor]
@@ -65,7 +66,7 @@ class StepMark:
         self._is_counting = True
 
     def set_mark(self) -> None:
-        """Remember the present state as that of the last complete step."""
+        """Remember the present state as the state of the last complete step."""
         self._marked_steps = self._steps
         if not self._is_counting:
             tensors = list(_iter_tensors(self._model))

@@ -42,7 +42,8 @@ class WrapperView(msgspec.Struct, frozen=True):
     """A tensor of a wrapper subclass as a checkpoint sees it.
 
     ``description`` has plain values: the class, dtype, shape, context and ``inner``, the names of the inner tensors.
-    ``inner`` are these by name, live. Those of an inner tensor that is a wrapper itself have names with a dot.
+    ``inner`` are these by name, live. If an inner tensor is a wrapper itself, its inner tensors have names with a dot,
+    such as ``tensor_impl.scale`` of an ``AffineQuantizedTensor`` of torchao.
     """
 
     description: dict[str, Any]
@@ -76,12 +77,12 @@ def is_alike(saved: Any, here: Mapping[str, Any]) -> bool:
 
 
 def _without_torchao(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a description without that of torchao, which depends on its version and says nothing else."""
+    """Return a description without torchao's own text, which depends on its version and says nothing else."""
     return {key: value for key, value in description.items() if key != TORCHAO}
 
 
 def explain_difference(saved: object, here: object) -> str:
-    """Return what two descriptions differ in; a value that is no description stands for a plain tensor."""
+    """Return a text about how two descriptions differ; a value that is no description stands for a plain tensor."""
     if isinstance(saved, dict) and isinstance(here, dict) and saved.keys() == {TORCHAO}:
         return f"{saved[TORCHAO]} in the checkpoint, {here.get(TORCHAO, _name_kind(here))} here"
     if not is_description(saved) or not is_description(here):
@@ -118,7 +119,7 @@ def view_outside(tensor: torch.Tensor, subject: str) -> TensorView:
 
 
 def view_wrapper(tensor: torch.Tensor, subject: str) -> WrapperView:
-    """Return the view of a tensor for which :func:`is_wrapper` is true.
+    """Return the view of a tensor of a wrapper subclass: :func:`is_wrapper` is true for it.
 
     Raises ``UnsupportedTensorError``, which names ``subject``, if its inner tensors cannot be stored, or if it is
     sharded and it is unknown how they are divided.

@@ -49,10 +49,10 @@ DTYPES = _TorchDtypes(
 )
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-#: The class and dtype of a parameter of bitsandbytes whose scales are an attribute of its module.
+#: The class and dtype of a parameter of bitsandbytes. Its module has its scales as an attribute.
 _INT8_PARAMS = "Int8Params", torch.int8
 
-#: Classes whose tensors are made of elements in memory if torch says that they are dense.
+#: Classes of tensors that are made of elements in memory if torch says that they are dense.
 PLAIN_CLASSES = frozenset({torch.Tensor, nn.Parameter})
 
 
@@ -71,8 +71,9 @@ _LAYOUTS: WeakKeyDictionary[DeviceMesh, dict[object, _PlacedLayout]] = WeakKeyDi
 class TensorView(msgspec.Struct, frozen=True):
     """A tensor as a checkpoint sees it. ``layout`` is ``None`` for a plain tensor; ``local`` is this rank's shard.
 
-    ``pieces`` are what this rank holds, if that does not follow from the layout. A tensor that says itself which boxes
-    it holds has ``declared``; of several, ``local`` is a copy in one buffer, and ``packed`` copies it back.
+    ``pieces`` has the boxes or sizes that this rank holds, if they do not follow from the layout. A tensor that says
+    itself which boxes it holds has ``declared``; of several, ``local`` is a copy in one buffer, and ``packed`` copies
+    it back.
     """
 
     dtype: str
@@ -170,7 +171,7 @@ def view_of(tensor: torch.Tensor, subject: str) -> TensorView:
 def view_boxes(
     local: torch.Tensor, declared: DeclaredBoxes, subject: str, layout: PlacementLayout | None = None
 ) -> TensorView:
-    """Return the view of a tensor of which ``local`` has the ``declared`` boxes.
+    """Return the view of a tensor, where ``local`` has its ``declared`` boxes.
 
     Raises ``UnsupportedTensorError``, which names ``subject``, if it is on the meta device and not just one box.
     """
@@ -218,7 +219,7 @@ def _place_rank(tensor: DTensor, subject: str) -> _PlacedLayout:
 
 
 def _apply_shard_order(tensor: DTensor, placements: tuple[PlannedPlacement, ...]) -> tuple[PlannedPlacement, ...]:
-    """Return the placements with the strides of the order in which torch divides by mesh dimensions, if it has one."""
+    """Return the placements, each with the stride that follows from torch's order of mesh dimensions, if it has one."""
     converted = list(placements)
     for entry in getattr(tensor._spec, "shard_order", None) or ():  # noqa: SLF001 - torch has no public name for it
         mesh_dims = tuple(entry.mesh_dims)
@@ -231,10 +232,10 @@ def _apply_shard_order(tensor: DTensor, placements: tuple[PlannedPlacement, ...]
 
 
 def _find_sizes(tensor: DTensor, placed: _PlacedLayout, local: torch.Tensor, subject: str) -> HeldPieces | None:
-    """Return the sizes of this rank's shard if they are not those of torch's rule.
+    """Return the sizes of this rank's shard if they differ from torch's rule.
 
-    Raises ``UnsupportedTensorError``, which names ``subject``, if they follow the order of the mesh and not that of its
-    groups: then torch has cut the shard, or filled it up.
+    Raises ``UnsupportedTensorError``, which names ``subject``, if they follow the order of the mesh and not the order
+    of its groups: then torch has cut the shard, or filled it up.
     """
     layout, place, coordinate = placed
     if place is None:

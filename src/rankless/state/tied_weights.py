@@ -1,4 +1,4 @@
-"""Tied weights: the names under which one tensor of a model stands.
+"""Tied weights: the several names of one tensor of a model.
 
 :mod:`rankless.state.model.model_traversal` asks it on each rank. Ranks with the same model must keep the same name of a
 tensor: it is in files.
@@ -18,8 +18,8 @@ from rankless.state.tensor_views import local_tensor
 def find_tied(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
     """Yield the names, in order, of each tensor that has several names: tied weights.
 
-    One parameter under two names is tied and, among tensors of a state dict, views of the same memory with equal
-    layout are.
+    One parameter under two names is tied and, among tensors of a state dict, views of the same memory with equal layout
+    are. For example, a language model with tied embeddings gives ``["embed.weight", "lm_head.weight"]``.
     """
     first_names: dict[int, str] = {}
     by_address: dict[int, list[str]] = {}

@@ -29,7 +29,7 @@ def check_stateful(stateful: object) -> Mapping[str, Any]:
     }
 
 
-#: What to pass instead, for subjects for which rankless has something.
+#: Advice in messages, by subject: an object to pass instead.
 _ADVICE = {"the data loader": ": pass a rankless.ResumableLoader, or a StatefulDataLoader of torchdata"}
 
 

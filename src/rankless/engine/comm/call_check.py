@@ -1,8 +1,9 @@
 """A check that all ranks make the same call: ranks compare digests of it, and exchange the text if these differ.
 
-The first vote of most public calls goes this way, on all ranks: that of a save (:mod:`rankless.save.save_negotiation`),
-of a load (:mod:`rankless.load.load_operation`), of a live copy and of ``open_weights``. So errors of arguments become
-common there. If digests differ, all ranks hold one more vote: each must derive that from the same decision.
+The first vote of most public calls goes this way, on all ranks: the first vote of a save
+(:mod:`rankless.save.save_negotiation`), of a load (:mod:`rankless.load.load_operation`), of a live copy and of
+``open_weights``. So errors of arguments become common there. For example, all ranks of a save must pass the same tag.
+If digests differ, all ranks hold one more vote: each must derive this need from the same decision.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class CallDescription(msgspec.Struct, frozen=True):
     shared: dict[str, tuple[str, str]] = {}
 
     def digest(self) -> bytes:
-        """Return digests of what all ranks compare, of the members, and of what these compare."""
+        """Return digests of the values that all ranks compare, of the members, and of the values that these compare."""
         members = {name: value[0] for name, value in self.shared.items()}
         parts = (self.call, self.arguments), members, self.shared
         return b"".join(digest_bytes(msgspec.msgpack.encode(part), _DIGEST_BYTES) for part in parts)
@@ -77,7 +78,7 @@ def vote_same_call(
 
 
 def _are_different(digests: Sequence[bytes]) -> bool:
-    """Return whether calls differ, or what the same members share."""
+    """Return whether calls differ, or values that the same members share."""
     shared = {digest[_DIGEST_BYTES:] for digest in digests}
     members = {digest[:_DIGEST_BYTES] for digest in shared}
     return len({digest[:_DIGEST_BYTES] for digest in digests}) > 1 or len(shared) > len(members)

@@ -23,7 +23,7 @@ _SECONDS = 600.0
 
 @contextmanager
 def collective_call(process_group: ProcessGroupArgument, timeout: float = _SECONDS) -> Iterator[None]:
-    """Let all ranks raise what the block raises on this rank before it has opened a session.
+    """Let all ranks raise the error that the block raises on this rank before it has opened a session.
 
     Every public function that votes in each call has its body in such a block. The other ranks are in the first vote
     of the call then, and would wait for this one until the ``timeout``. Once the block has opened a session, a vote of

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 _CallQueue = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
-#: Seconds in which all threads must end at exit. A thread that waits for an unreachable host is left running.
+#: All threads must end within this many seconds at exit. A thread that waits for an unreachable host is left running.
 _EXIT_SECONDS = 5.0
 
 

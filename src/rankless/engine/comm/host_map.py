@@ -1,7 +1,7 @@
 """The host of each rank, and the message of a host with the outcomes of its ranks. Nothing is sent here.
 
 :mod:`rankless.engine.comm.host_vote_channel` uses it in every vote of several hosts, and
-:mod:`rankless.engine.comm.vote` in the first vote of a process group, in which rank 0 publishes the hosts. Keys in the
+:mod:`rankless.engine.comm.vote` in the first vote of a process group, where rank 0 publishes the hosts. Keys in the
 store contain the numbers of hosts: all ranks must derive the same numbers from the same decision.
 """
 
@@ -20,7 +20,10 @@ HostRuns = list[tuple[int, int]]
 
 
 class HostMap(msgspec.Struct, frozen=True, dict=True):
-    """The hosts of a job. ``host_of`` has the number of each rank's host, counted in the order of their first ranks."""
+    """The hosts of a job. ``host_of`` has the number of each rank's host, counted in the order of their first ranks.
+
+    For example, ``host_of`` is ``(0, 0, 1, 1)`` if ranks 0 and 1 are on one host, and ranks 2 and 3 on another one.
+    """
 
     host_of: tuple[int, ...]
 
@@ -36,7 +39,7 @@ class HostMap(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def runs(self) -> HostRuns:
-        """The hosts of consecutive ranks."""
+        """The hosts of consecutive ranks: for example, ``[(0, 2), (1, 2)]`` for ``host_of`` ``(0, 0, 1, 1)``."""
         return [(host, len(list(group))) for host, group in groupby(self.host_of)]
 
     @cached_property
@@ -94,7 +97,7 @@ class HostAgreement:
     def answer(self, ids: Iterable[bytes]) -> HostRuns | None:
         """Return the hosts for rank 0's decision, if a rank needs them.
 
-        ``ids`` are those of the ranks' hosts, empty from a rank that knows all hosts.
+        ``ids`` has the id of each rank's host. An id is empty if its rank knows all hosts.
         """
         posted = list(ids)
         if self.hosts is None and all(posted):

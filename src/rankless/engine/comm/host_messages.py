@@ -15,14 +15,14 @@ _JOIN = "join"
 
 
 class HostMessages:
-    """The messages of the ranks of the ``host`` with this number, of which this ``rank`` is one."""
+    """The messages between the ranks of one ``host``, a number. This ``rank`` is one of them."""
 
     def __init__(self, board: HostMailbox, hosts: HostMap, rank: int) -> None:
         self._board, self._rank, self.host = board, rank, hosts.host_of[rank]
         self._ranks = hosts.ranks_of[self.host]
 
     def post(self, message: bytes) -> list[bytes]:
-        """Post the message of this rank. Return those of all ranks on the last one of the host, else none."""
+        """Post the message of this rank. Return all messages on the last rank of the host, else none."""
         if not self._board.post(str(self._rank), message):
             return []
         names = self._board.names()

@@ -2,8 +2,8 @@
 
 1. Each rank posts its outcome to the other ranks of its host. The last one sends all of them to the store, in one
    message. No rank waits for that, and none has a special role.
-2. One waiting rank of each host polls the store, and posts what it finds for the others. If it stops, because it is
-   dead or stuck, another one takes its turn.
+2. One waiting rank of each host polls the store, and posts its findings for the others. If it stops, because it is dead
+   or stuck, another one takes its turn.
 3. If outcomes are missing after half of the time until they would be reported, the ranks that wait ask for *direct*
    outcomes: each rank of a host that is not complete gets a key of its own in the store, as in
    :class:`VoteChannel`. So a missing rank is distinguished from others of its host, and a vote succeeds even if
@@ -29,7 +29,8 @@ from rankless.storage.host_mailbox import TURN_SECONDS, HostMailbox
 #: The name of the message that direct outcomes are wanted.
 _DIRECT = "direct"
 
-#: The names of what one rank of a host does for all: send their outcomes, poll for the decision, poll for an error.
+#: The names of the tasks that one rank of a host does for all: send their outcomes, poll for the decision, poll for an
+#: error.
 _SEND, _POLL, _POLL_FAILED = "send", "poll", "poll failed"
 
 
@@ -49,12 +50,12 @@ class HostVoteChannel(VoteChannel):
 
     @cached_property
     def _host_keys(self) -> list[str]:
-        """The keys of all hosts: most ranks need only that of their own."""
+        """The keys of all hosts: most ranks need only the key of their own host."""
         return [self._host_key(host) for host in range(len(self._hosts.ranks_of))]
 
     @cached_property
     def _missing(self) -> list[int]:
-        """The hosts whose outcomes rank 0 has not found yet."""
+        """The hosts with outcomes that rank 0 has not found yet."""
         return list(range(len(self._hosts.ranks_of)))
 
     def _host_key(self, host: int) -> str:
@@ -79,7 +80,7 @@ class HostVoteChannel(VoteChannel):
             super().post_outcome(rank, outcome)
 
     def depart(self, rank: int) -> None:
-        """Count this rank in the store. The last rank of the host sets the key for which rank 0 waits.
+        """Count this rank in the store. Rank 0 waits for a key that the last rank of the host sets.
 
         A message within the host is not enough: if it is lost, no rank is left to send it again.
         """
@@ -159,13 +160,13 @@ class HostVoteChannel(VoteChannel):
         return [rank for rank in sorted(ranks) if not super(HostVoteChannel, self).has_posted(rank)]
 
     def delete_outcomes(self) -> None:
-        """Delete the outcomes of this vote, and what rank 0 published in the one before, in the background."""
+        """Delete the outcomes of this vote, and rank 0's messages of the one before, in the background."""
         super().delete_outcomes()
         if self._are_direct_outcomes_wanted():
             self._store.delete_keys(*self._rank_keys, self._key(_DIRECT))
 
     def close(self) -> None:
-        """End the vote on this rank. The last rank of the host removes what was posted within it."""
+        """End the vote on this rank. The last rank of the host removes the messages within it."""
         self._board.withdraw(str(self._rank))
         if not any(name.isdecimal() for name in self._board.names()):
             self._board.remove()
@@ -198,7 +199,7 @@ class HostVoteChannel(VoteChannel):
         return True
 
     def _help_missing_ranks(self) -> None:
-        """Ask for direct outcomes if it is time to. If others ask, send those of this host if it is not complete."""
+        """Ask for direct outcomes if it is time to. If others ask, send this host's outcomes if it is not complete."""
         if self._patience.is_over:
             self._want_direct_outcomes()
         if self._is_settled:

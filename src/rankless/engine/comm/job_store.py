@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class DeadlineStore:
-    """A key-value store whose calls have a deadline.
+    """A key-value store with a deadline for each call.
 
     They raise ``TimeoutError`` if the store does not answer within ``seconds``, ``DistError`` if it is lost.
     """
@@ -35,7 +35,7 @@ class DeadlineStore:
     def limited_waits(self, seconds: float) -> Iterator[None]:
         """Wait for no answer longer than ``seconds`` inside the ``with`` block.
 
-        A vote uses it on a rank whose time is over already, in the thread that votes.
+        A vote uses it on a rank that has no time left, in the thread that votes.
         """
         usual = self._seconds
         self._seconds = min(usual, seconds)

@@ -33,7 +33,9 @@ class _KnownFailure(msgspec.Struct, frozen=True):
 
 
 class KnownFailures:
-    """The failures of one process. Ranks are numbered as in the default group, whose next incarnation has none.
+    """The failures of one process.
+
+    Ranks are numbered as in the default group. A new default group begins without failures.
 
     They outlast the watch: the error about them ends it, and saves in the background must still learn of them.
     """
@@ -43,7 +45,7 @@ class KnownFailures:
         self._lock = threading.Lock()
 
     def add(self, ranks: Collection[int], message: str) -> bool:
-        """Add ranks that have died. Return whether that of any of them is news."""
+        """Add ranks that have died. Return whether the death of any of them is news."""
         import torch.distributed as dist  # noqa: PLC0415 - only ranks of a process group fail
 
         world = dist.group.WORLD

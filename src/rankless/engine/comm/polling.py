@@ -3,8 +3,8 @@
 A call that blocks in the store stalls every other user of the same connection in this process.
 
 :func:`poll_until` is the wait of votes, of the rendezvous, of store messages and of the watch, on every rank, in the
-thread that needs the others. A load also waits with it for a directory that its host does not see yet. What is polled
-must not block.
+thread that needs the others. A load also waits with it for a directory that its host does not see yet. The polled
+function must not block.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Deadline:
         return self.elapsed_seconds > self._timeout
 
     def warn_if_slow(self, describe_missing: Callable[[], str]) -> None:
-        """Log which ranks this rank waits for, and in which phase, if it is time to.
+        """Log which ranks this rank waits for, and in what phase these are, if it is time to.
 
         ``describe_missing`` is called only then.
         """
@@ -55,8 +55,8 @@ class Deadline:
 def poll_until(is_ready: Callable[[], bool], timeout: float, describe_missing: Callable[[], str]) -> bool:
     """Call ``is_ready`` repeatedly until it returns true, for at most ``timeout`` seconds. Return whether it did.
 
-    ``describe_missing`` returns which ranks are missing, and in which phase: ``"rank 3 while writing"``. It returns an
-    empty string if all have come by now.
+    ``describe_missing`` returns the missing ranks and their phase, for example ``"rank 3 while writing"``. It returns
+    an empty string if all have come by now.
     """
     deadline = Deadline(timeout)
     while not is_ready():

@@ -36,7 +36,7 @@ def current_process_group(argument: ProcessGroupArgument) -> dist.ProcessGroup |
 
 
 def check_process_group(given: Any) -> ProcessGroupArgument:
-    """Return an argument that is valid, or what torch gives to ranks that are not in a process group.
+    """Return an argument that is valid, or the object that torch gives to ranks that are not in a process group.
 
     Raises ``InvalidArgumentError`` for anything else.
     """
@@ -55,11 +55,11 @@ def check_process_group(given: Any) -> ProcessGroupArgument:
 def check_ranks_are_joined(
     given: ProcessGroupArgument, alone: str = 'pass process_group="self" or unset WORLD_SIZE'
 ) -> None:
-    """Raise ``InvalidArgumentError`` if a launcher started several ranks, each of which would save by itself.
+    """Raise ``InvalidArgumentError`` if a launcher started several ranks, and each would save by itself.
 
-    Called at the start of each save that may replace what is there: without a process group all ranks would write the
-    same files, and each would replace the files of the others. ``alone`` says what lets one rank save by itself.
-    What writes new paths only is claimed instead: see :func:`rankless.run.pending_dir.claim_output`.
+    Called at the start of each save that may replace existing files: without a process group all ranks would write the
+    same files, and each would replace the files of the others. ``alone`` is advice for messages: how one rank can save
+    by itself. A call that only writes new paths claims them instead: see :func:`rankless.run.pending_dir.claim_output`.
     """
     text = describe_unjoined_ranks() if given is None else ""
     if text:

@@ -211,7 +211,7 @@ os.register_at_fork(after_in_child=_note_groups_before_fork)
 
 
 def rendezvous_of(group: dist.ProcessGroup, prefix: str) -> Rendezvous:
-    """Return the rendezvous of a process group whose keys have a prefix: one for all sessions over that group.
+    """Return the rendezvous of a process group, given the prefix of its keys: one for all sessions over that group.
 
     Raises ``RankFailedError`` if this process was forked from the rank.
 

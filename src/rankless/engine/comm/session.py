@@ -63,7 +63,7 @@ _HOST_BYTES = 8
 #: Seconds between two checks whether the process group has been made.
 _POLL_SECONDS = 0.25
 
-#: The seconds that rank 0 waits for the ranks that got the error of a vote to which another rank did not come.
+#: If a rank did not come to a vote, rank 0 waits this many seconds for the ranks that got the error of the vote.
 _LAST_SECONDS = 1.5
 
 T = TypeVar("T")
@@ -137,7 +137,7 @@ class RankGroup:
         """Return the store of a session for a thread next to the training, over a connection of its own.
 
         It counts as a session: every rank must call it. Nothing is sent yet. A single rank has no store. ``connect``
-        returns the connection, given that of the training.
+        returns the connection, given the connection of the training.
 
         ``rankless.watch`` calls it on every rank, in the thread of the caller.
         """
@@ -192,8 +192,8 @@ def _make_gloo_group(global_ranks: list[int], seconds: float) -> dist.ProcessGro
 class Session:
     """The votes of one save or load, in an order that is the same on every rank.
 
-    ``number`` distinguishes it from other sessions. ``store`` has its keys; a single rank has none. ``agreement`` is
-    that of the ranks on their hosts.
+    ``number`` distinguishes it from other sessions. ``store`` has its keys; a single rank has none. ``agreement`` has
+    the hosts, once the ranks have agreed on them.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Session:
     def vote(self, phase: str, work: Callable[[], T], encode: Callable[[T], bytes], decide: Decide) -> tuple[T, bytes]:
         """Do ``work`` on this rank, and ``decide`` on rank 0 over the results of all ranks. Return result and decision.
 
-        If work fails on any rank, or the decision fails, every rank raises the error, naming the ranks on which it
+        If work fails on any rank, or the decision fails, every rank raises the error, which names the ranks where it
         happened. Raises ``RankTimeoutError`` naming the ranks that did not come within the timeout.
         """
         with span(phase, "step"):

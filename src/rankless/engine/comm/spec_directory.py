@@ -19,7 +19,7 @@ from rankless.process.prepared_types import prepared
 
 @prepared
 class SpecDigests(NamedTuple):
-    """16 bytes each for the spec and the meshes of a rank; equal on ranks whose specs or meshes are equal."""
+    """16 bytes each for the spec and the meshes of a rank; equal on ranks with equal specs or equal meshes."""
 
     spec: bytes
     meshes: bytes
@@ -27,7 +27,11 @@ class SpecDigests(NamedTuple):
 
 @prepared
 class SpecDirectory(msgspec.Struct, frozen=True):
-    """The index of each rank's spec and mesh table among the distinct ones, and the lowest rank that has each."""
+    """The index of each rank's spec and mesh table among the distinct ones, and the lowest rank that has each.
+
+    For example, if ranks 0 and 1 are one pipeline stage and ranks 2 and 3 the next one, ``spec_of`` is ``[0, 0, 1, 1]``
+    and ``spec_owner_ranks`` is ``[0, 2]``.
+    """
 
     spec_of: list[int] = []
     table_of: list[int] = []
@@ -62,7 +66,7 @@ class SpecDirectory(msgspec.Struct, frozen=True):
     def build_global_spec(
         self, contributions: Sequence[tuple[bytes, bytes]], global_ranks: Sequence[int], *, is_partial: bool = False
     ) -> GlobalSpec:
-        """Merge the contributions of all ranks; of equal ones, that of the lowest rank counts.
+        """Merge the contributions of all ranks; of equal ones, the contribution of the lowest rank counts.
 
         ``global_ranks`` are the numbers that meshes have for these ranks.
 
@@ -73,7 +77,7 @@ class SpecDirectory(msgspec.Struct, frozen=True):
         return GlobalSpec(specs, meshes, self.spec_of, self.table_of, _number_ranks(global_ranks), is_partial)
 
     def share_spec(self, spec: Spec, meshes: Meshes, global_ranks: Sequence[int]) -> GlobalSpec:
-        """Return the spec of all ranks if it :attr:`is_uniform`: it is that of each rank."""
+        """Return the spec of all ranks if it :attr:`is_uniform`: each rank has the same one."""
         return GlobalSpec([spec], [meshes], self.spec_of, self.table_of, _number_ranks(global_ranks))
 
 
@@ -82,7 +86,10 @@ def _number_ranks(global_ranks: Sequence[int]) -> dict[int, int]:
 
 
 def deduplicate(values: Sequence[bytes]) -> tuple[list[int], list[int]]:
-    """Return the index of each value among the distinct ones, and the first rank that has each."""
+    """Return the index of each value among the distinct ones, and the first rank that has each.
+
+    For example, ``[b"x", b"y", b"x"]`` gives ``[0, 1, 0]`` and ``[0, 1]``.
+    """
     numbers: dict[bytes, int] = {}
     first_ranks: list[int] = []
     for rank, value in enumerate(values):

@@ -1,4 +1,4 @@
-"""Agreement of all ranks on a future step at which to stop. Each rank counts its own steps; no collective is used.
+"""Agreement of all ranks on a future step to stop at. Each rank counts its own steps; no collective is used.
 
 Training calls :meth:`StepConsensus.count_step` once a step on every rank, which only counts. To stop all ranks,
 :meth:`StepConsensus.request_stop` is called on one of them. A thread next to the training of each rank polls for that
@@ -121,7 +121,10 @@ class StepConsensus:
             return int(self._store.get(_CHOSEN_KEY)[0])
 
     def _publish_count(self) -> None:
-        """Report the number of steps, once. The last rank to report publishes the chosen step."""
+        """Report the number of steps, once. The last rank to report publishes the chosen step.
+
+        For example, if the ranks have counted 10, 11 and 10 steps, all stop at step 12.
+        """
         if self._has_reported:
             return
         self._has_reported = True

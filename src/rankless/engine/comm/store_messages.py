@@ -4,8 +4,8 @@ A rank that receives a few bytes from each of thousands of ranks needs no connec
 the store. Large messages do not go this way, because the store keeps them in the memory of one process.
 
 :class:`~rankless.engine.io.cell_exchange.CellExchange` uses it for messages up to a limit, in a save from several hosts
-and in an upload, in the thread that writes, inside the vote on the writing. Sender and receiver must agree from the
-plan alone on which messages go this way, and in which round.
+and in an upload, in the thread that writes, inside the vote on the writing. Sender and receiver must derive from the
+plan alone which messages go this way, and the round of each.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StoreMessages:
         self._session, self._round = session, number
 
     def for_round(self, number: int) -> StoreMessages:
-        """Return the messages of the n-th round from this one on, which do not mix with those of others."""
+        """Return the messages of the n-th round from this one on. Messages of different rounds do not mix."""
         return StoreMessages(self._session, self._round + number)
 
     def send(self, message: bytes, receiver: int) -> None:

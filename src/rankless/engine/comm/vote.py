@@ -32,7 +32,7 @@ _FEW = 64
 #: Most ranks that a message lists.
 _SHOWN = 8
 
-#: The bytes from which on a decision is compressed, and its first byte then, with which no packed decision begins.
+#: A decision of this many bytes or more is compressed. Its first byte is then one that begins no packed decision.
 _MIN_COMPRESSED, _COMPRESSED = 4096, b"\xc1"
 
 #: Makes rank 0's decision over the results of all ranks.
@@ -70,7 +70,8 @@ class VoteOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of a rank's work, or its failure. The decision is one, too.
 
     ``host`` is the id of the rank's host if the rank does not know the hosts of all ranks. Then the decision has them.
-    ``phase`` is what the rank does, in the first vote of a call: ranks that were called in different ways differ there.
+    ``phase`` says what the rank does, for example ``"looking at what to save"``. It is sent in the first vote of a
+    call: ranks that were called in different ways differ there.
     """
 
     payload: bytes = b""
@@ -87,7 +88,7 @@ _unpack = msgspec.msgpack.Decoder(VoteOutcome).decode
 def encode_decision(decision: VoteOutcome) -> bytes:
     """Encode a decision. A large one is compressed: all ranks read it, or one of each host.
 
-    That of the first vote has a number for each rank.
+    For example, the decision of the first vote has a number for each rank.
     """
     packed = _pack(decision)
     return packed if len(packed) < _MIN_COMPRESSED else _COMPRESSED + zlib.compress(packed, 1)
@@ -211,9 +212,9 @@ def _merge_votes(outcomes: Sequence[VoteOutcome], decide: Decide, phase: str) ->
 
 
 def _merge_failures(failed: list[tuple[int, RankFailure]], size: int, phase: str) -> RankFailure:
-    """Return one failure for all ranks: the first, with the ranks on which it happened.
+    """Return one failure for all ranks: the first, with the ranks where it happened.
 
-    That of a rank that gave up because of another's failure counts last.
+    The failure of a rank that gave up because of another's failure counts last.
     """
     causes = [item for item in failed if item[1].kind != PeerFailedError.__name__]
     failed = causes or failed
@@ -229,7 +230,7 @@ def _merge_failures(failed: list[tuple[int, RankFailure]], size: int, phase: str
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Format rank numbers for a message."""
+    """Format rank numbers for a message, for example ``rank 3`` or ``ranks 0, 1, 2``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = ", ".join(str(rank) for rank in ranks[:_SHOWN])

@@ -1,4 +1,4 @@
-"""The messages of one vote in the job's key-value store: the outcome of each rank, and what rank 0 publishes.
+"""The messages of one vote in the job's key-value store: the outcome of each rank, and rank 0's messages to all.
 
 :class:`~rankless.engine.comm.vote.VoteRound` calls it, on every rank. This class serves jobs on one host, and jobs with
 one rank on each host; :class:`~rankless.engine.comm.host_vote_channel.HostVoteChannel` serves the others, and falls
@@ -129,7 +129,7 @@ class VoteChannel:
         return self._store.check([self._key(_GIVEN_UP)])
 
     def delete_outcomes(self) -> None:
-        """Delete the outcomes of this vote, and what rank 0 published in the one before, in the background.
+        """Delete the outcomes of this vote, and rank 0's messages of the one before, in the background.
 
         Every rank that posted to this vote has read the decision of the previous one.
         """

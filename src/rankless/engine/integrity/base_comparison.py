@@ -6,7 +6,7 @@ more is read or hashed. They are no proof: every byte that is left out of a chec
 :mod:`rankless.save.incremental` uses it on each rank: :meth:`~BaseComparison.sample_files` in the vote on the
 preparation, :meth:`~BaseComparison.sum_files` in the vote "finding unchanged bytes",
 :meth:`~BaseComparison.sum_tensors` in the vote "checking frozen tensors", in the background thread if there is one. A
-sample may only decide what is hashed, never what is shared.
+sample may only decide which bytes are hashed, never which are shared.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class BaseComparison:
     def sum_files(self, whole: Collection[int], partial: Collection[int], trusted: Collection[int]) -> BlockSums:
         """Hash this rank's bytes of some files.
 
-        All bytes of the ``whole`` files are hashed. Of ``partial`` files only those of tensors of which a sample
-        matches. Bytes of ``trusted`` tensors are not hashed now.
+        All bytes of the ``whole`` files are hashed. In ``partial`` files, only the bytes of tensors with a matching
+        sample are hashed. Bytes of ``trusted`` tensors are not hashed now.
         """
         chosen = {file_range.tensor for file_range in self._plan.file_ranges if file_range.file in whole}
         chosen |= {span.tensor for shard in self._plan.striped_shards for span in shard.spans if span.file in whole}
@@ -133,7 +133,7 @@ class BaseComparison:
         return concatenate_tables([contiguous, *striped])
 
     def _hashable_striped(self, tensors: Collection[int]) -> list[StripedShard]:
-        """Return the striped shards of some tensors whose ranges are not very short."""
+        """Return the striped shards of some tensors, without shards with very short ranges."""
         return [
             striped
             for striped in self._plan.striped_shards
@@ -141,7 +141,7 @@ class BaseComparison:
         ]
 
     def _ranges_by_file(self) -> Mapping[int, Sequence[FileRange]]:
-        """Return ranges of each file whose bytes this rank has in memory; of striped shards only some."""
+        """Return the ranges of each file that this rank has in memory; of striped shards only some."""
         by_file: dict[int, list[FileRange]] = {}
         for file_range in self._plan.file_ranges:
             by_file.setdefault(file_range.file, []).append(file_range)
@@ -151,7 +151,7 @@ class BaseComparison:
         return by_file
 
     def _sample_tensors(self, files: Collection[int]) -> set[int]:
-        """Return the tensors of some files of which a sample matches."""
+        """Return the tensors of some files that have a matching sample."""
         matching: set[int] = set()
         for number, ranges in self._ranges_by_file().items():
             if number not in files:
@@ -219,7 +219,7 @@ class _ChunkReader:
         self._open_reader, self._buffers = ExactReaderFactory(), BufferPool(CHUNK)
 
     def holds(self, chunk: IoChunk, fragments: Iterable[_TensorFragment]) -> bool:
-        """Return whether the base has the bytes of a chunk whose CRCs are those of ``fragments``."""
+        """Return whether the base has a chunk's bytes: its CRCs there must equal the CRCs in ``fragments``."""
         stored = self._buffers.get()[: chunk.size]
         try:
             with closing(self._open_reader(self._paths[chunk.file])) as reader:

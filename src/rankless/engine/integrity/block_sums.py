@@ -1,9 +1,9 @@
-"""CRCs of blocks from the bytes of many ranks, of which no rank has a contiguous part.
+"""CRCs of blocks from the bytes of many ranks, where no rank has a contiguous part.
 
 The CRC of a block is the XOR of the CRCs of its pieces, each extended to the end of the block (see
-:mod:`rankless.engine.io.extend_crcs`). So a rank adds up what it holds of a block, however scattered, to one
-number, and rank 0 adds up the numbers of all ranks. Unlike fragments, sums do not show which bytes are missing: only
-how many.
+:mod:`rankless.engine.io.extend_crcs`). So a rank adds up its bytes of a block, however scattered, to one number, and
+rank 0 adds up the numbers of all ranks. For example, a block of 16 MiB that 8 ranks hold by columns needs 8 numbers,
+instead of a CRC for each row of each rank. Unlike fragments, sums do not show which bytes are missing: only how many.
 
 Each rank makes sums for :func:`~rankless.engine.integrity.crc_gather.vote_with_sums`; rank 0 compares them with the
 CRCs of the base (:mod:`rankless.save.incremental`). A byte may be added once only, by one rank.
@@ -32,8 +32,8 @@ SUM_BYTES = _ROW.itemsize
 class BlockSums(NamedTuple):
     """Sums as columns, one row for each block of a tensor, in order.
 
-    ``hashed`` is the number of bytes whose CRCs are added up in ``crc``. ``trusted`` is the number of bytes that a rank
-    takes for unchanged, and has not hashed yet.
+    ``crc`` adds up the CRCs of ``hashed`` bytes. ``trusted`` is the number of bytes that a rank takes for unchanged,
+    and has not hashed yet.
     """
 
     tensor: NDArray[np.uint32]
@@ -63,11 +63,11 @@ class BlockSums(NamedTuple):
         return type(self)(tensor[first], block[first], hashed, trusted, crc)
 
     def without_trust(self) -> Self:
-        """Return the sums of what is hashed."""
+        """Return the sums of the hashed bytes."""
         return self._replace(trusted=np.zeros_like(self.trusted))
 
     def matching_blocks(self, crcs: Mapping[int, Sequence[int]], sizes: Sequence[int]) -> dict[int, set[int]]:
-        """Return the blocks, by tensor, whose bytes have the given CRCs, as far as they are hashed.
+        """Return the blocks, by tensor, that have the given CRCs, as far as they are hashed.
 
         ``crcs`` has the CRCs of the blocks of some tensors, and ``sizes`` the size of every tensor in bytes. A block
         matches if all of its bytes are hashed, and have its CRC, or if all are trusted.
@@ -110,7 +110,7 @@ def has_all_blocks(blocks: Collection[int], nbytes: int) -> bool:
 def _blocks_and_ends(
     tensor: NDArray[np.uint32], start: Numbers, sizes: Sequence[int]
 ) -> tuple[NDArray[np.uint32], Numbers]:
-    """Return the number of the block of each position of a tensor, and the position at which that block ends."""
+    """Return the number of the block of each position of a tensor, and the end of that block."""
     block = start // np.uint64(BLOCK_BYTES)
     ends = np.minimum((block + np.uint64(1)) * np.uint64(BLOCK_BYTES), np.array(sizes, np.uint64)[tensor])
     return block.astype(np.uint32), ends

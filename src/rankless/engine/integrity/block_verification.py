@@ -46,7 +46,7 @@ class VerifiedTensors(Protocol):
 class ChecksumVerifier:
     """The expected CRCs of a checkpoint's tensors; ``numbered`` has their keys by number.
 
-    ``reads_again``: whether this rank can read any byte, if what all ranks have read does not tell the CRC of a block.
+    ``reads_again``: whether this rank can read any byte, if the reads of all ranks do not tell the CRC of a block.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ChecksumVerifier:
 
     @traced("verify across ranks", "verify")
     def verify_across_ranks(self, partial: KnownFragments) -> None:
-        """Verify blocks of which several ranks read parts. If the parts do not tile a block, read it again."""
+        """Verify blocks that several ranks read in parts. If the parts do not tile a block, read it again."""
         for tensor, fragments in partial.items():
             expected = self._expected_crcs(tensor)
             crc_by_range: dict[tuple[int, int], int] = {}
@@ -121,7 +121,10 @@ class ChecksumVerifier:
         return self._source.groups[group][name].nbytes
 
     def _find_cause(self, tensor: int, block: int) -> CorruptCheckpointError | UnstableReadError:
-        """Read a wrong block once more, into another buffer. Return the error of what is wrong: the file, or a read."""
+        """Read a wrong block once more, into another buffer.
+
+        Return the error, which says what is wrong: the file, or a read.
+        """
         group, name = self._numbered[tensor]
         start, stop = block_range(block, self._tensor_bytes(tensor))
         file = self._source.find_extents(group, name, start, stop)[0][0]

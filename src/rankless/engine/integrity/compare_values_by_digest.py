@@ -2,7 +2,7 @@
 
 A rank posts 16 bytes for each name that it has. A name may be on some ranks only: those are compared with each other.
 
-Each rank posts its table in the vote "looking at what to save", and rank 0 finds what differs there
+Each rank posts its table in the vote "looking at what to save", and rank 0 finds the differing values there
 (:mod:`rankless.save.save_negotiation`). Digests are sent and not stored. They must not depend on the rank, nor on the
 process.
 """
@@ -19,8 +19,8 @@ DIGEST_BYTES = 8
 
 _ENTRY_BYTES = 2 * DIGEST_BYTES
 
-#: The prefix of the names of values of which only rank 0's is stored for all ranks, and the first byte of the digests
-#: of such names: no other digest has it.
+#: The prefix of names of values, such as ``stateful/scaler``, where only rank 0's value is stored for all ranks; and
+#: the first byte of the digests of such names: no other digest has it.
 OF_RANK_0, _MARK = "stateful/", 0xFF
 
 Name = TypeVar("Name", str, bytes)
@@ -38,7 +38,7 @@ def has_name(table: bytes, name: str) -> bool:
 
 
 def find_differing(posted: Iterable[bytes]) -> bytes:
-    """Return the names whose values differ between the ranks that have them, encoded, given the tables of all ranks.
+    """Return the names with values that differ between the ranks that have them, encoded, given all ranks' tables.
 
     They include the names in :data:`OF_RANK_0` that rank 0 lacks.
     """
@@ -49,13 +49,16 @@ def find_differing(posted: Iterable[bytes]) -> bytes:
 
 
 def select_unequal(entries: Iterable[tuple[Name, bytes]]) -> set[Name]:
-    """Return the names that have several different digests, given the entries of all ranks."""
+    """Return the names that have several different digests, given the entries of all ranks.
+
+    For example, ``[("a", b"1"), ("b", b"1"), ("a", b"2")]`` gives ``{"a"}``.
+    """
     first_digests: dict[Name, bytes] = {}
     return {name for name, digest in entries if first_digests.setdefault(name, digest) != digest}
 
 
 def select_differing(names: Iterable[str], differing: bytes) -> frozenset[str]:
-    """Return those of a rank's ``names`` that :func:`find_differing` found."""
+    """Return the ones among a rank's ``names`` that :func:`find_differing` found."""
     encoded = _split_names(differing)
     return frozenset(name for name in names if _digest_name(name) in encoded) if encoded else frozenset()
 

@@ -2,11 +2,11 @@
 
 1. If hosts have several ranks, the last rank of a host merges the CRCs of the host, and stores them. Otherwise, or if a
    message within a host was lost, each rank stores its own.
-2. These reports are put into buckets in an order in which those of adjacent bytes are neighbours (see
+2. These reports are put into buckets, in an order that makes reports of adjacent bytes neighbours (see
    :mod:`rankless.engine.plan.rank_order`). The first rank of a bucket merges the reports of the bucket.
 3. Rank 0 receives about as much from each bucket as from one rank.
 
-No rank waits for another here: a vote after which all have reported comes first, and names the ranks that have not.
+No rank waits for another here: the vote before it ends when all have reported, and names the ranks that have not.
 
 The votes on the writing of saves, drains, components and conversions, and the votes of incremental saves, go through
 here. With more than :data:`MAX_FLAT_RANKS` ranks the decision of rank 0, such as the commit, runs in the second vote,
@@ -40,7 +40,7 @@ from rankless.process.prepared_types import prepared
 #: The most ranks that report to rank 0 directly.
 MAX_FLAT_RANKS = 64
 
-#: What became of a rank's CRCs: they are in the store, or another rank of the host stores them.
+#: The state of a rank's report: its CRCs are in the store, or another rank of the host stores them.
 _STORED, _POSTED = b"+", b"."
 
 #: The decision that all ranks store their own CRCs, because messages within a host were lost.
@@ -57,12 +57,12 @@ class HashedResult(NamedTuple):
 #: Makes rank 0's decision over the merged fragments of all ranks, and the payload of each.
 DecideHashed = Callable[[KnownFragments, list[bytes]], bytes]
 
-#: CRCs of what a rank has hashed, in some form.
+#: CRCs of the bytes that a rank has hashed, in some form.
 Crcs = TypeVar("Crcs")
 
 
 class _CrcCodec(Protocol[Crcs]):
-    """A way to encode CRCs, to merge the encoded ones of several ranks, and to decode those of all.
+    """A way to encode CRCs, to merge the encoded ones of several ranks, and to decode the CRCs of all ranks.
 
     ``row_bytes`` is the size of the numbers of one CRC.
     """
@@ -159,7 +159,7 @@ class _Report(msgspec.Struct, frozen=True):
 
 
 class _CrcVote(msgspec.Struct, Generic[Crcs], frozen=True):
-    """A vote in which ranks report CRCs."""
+    """A vote where ranks report CRCs."""
 
     session: Session
     phase: str
@@ -251,7 +251,9 @@ class StoredReports:
         self._report, self._stored = b"", list[str]()
 
     def publish(self, report: bytes) -> bytes:
-        """Store the CRCs of this rank, or leave them to the last rank of the host. Return what became of them.
+        """Store the CRCs of this rank, or leave them to the last rank of the host.
+
+        Return which of the two happened.
 
         Called in the work of the first vote.
         """
@@ -281,7 +283,7 @@ class StoredReports:
         self._stored.append(self._key(name))
 
     def check_hosts(self, published: Sequence[bytes]) -> bytes:
-        """Return whether the reports of a host are missing, as the decision on what became of those of each rank."""
+        """Return the decision: whether the reports of a host are missing, given the state of each rank's report."""
         hosts = self._session.hosts
         if hosts is None or not hosts.can_combine:
             return b""
@@ -316,7 +318,7 @@ class StoredReports:
         return [f"host/{host}" for host in bucket] if bucket[0] == hosts.host_of[rank] else []
 
     def delete(self) -> None:
-        """Delete what this rank has stored and posted."""
+        """Delete the reports and messages that this rank has stored and posted."""
         self._store.delete_keys(*self._stored)
         if self._messages is not None:
             self._messages.withdraw()

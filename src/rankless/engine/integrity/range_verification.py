@@ -1,4 +1,4 @@
-"""Comparison of file ranges with their checksums. What was not read before is read in chunks by several threads.
+"""Comparison of file ranges with their checksums. Several threads read the bytes that were not read before, in chunks.
 
 Loads and conversions of formats with checksums of files call it on rank 0, in the decision of the vote on the reads;
 ``rankless verify`` calls it in its process.
@@ -29,7 +29,7 @@ def find_corrupt_ranges(
 
     ``pieces`` are the CRCs of bytes that were read. The others are read now. A range that differs is read a second
     time. If it has its checksum then, it is not corrupt: the error of bytes that a caller has read is that they were
-    read wrongly, and what only this function has read wrongly is no error.
+    read wrongly, and bytes that only this function has read wrongly are no error.
     """
     wrong = set(_find_contradictions(pieces))
     errors: dict[int, CorruptCheckpointError | UnstableReadError] = {}
@@ -76,7 +76,7 @@ def _find_cause(checksum: RangeChecksum, *, is_read_before: bool) -> CorruptChec
 
 
 def _find_contradictions(pieces: Sequence[CrcPiece]) -> set[int]:
-    """Return the numbers of ranges of which the same bytes were read with different results."""
+    """Return the numbers of ranges where two reads of the same bytes gave different results."""
     ordered = sorted(pieces)
     return {
         piece.number

@@ -1,8 +1,8 @@
-"""The CRCs of what is read of file ranges that have checksums, so that these need not be read once more.
+"""The CRCs of bytes that are read from file ranges with checksums, so that these need not be read once more.
 
-Each rank of a load or conversion collects them while it reads a format whose checksums are not those of blocks, and
-posts them in the vote on the reads; rank 0 compares them (:mod:`rankless.load.torch_file_crcs`). Bytes are hashed as
-they were read, before a cast or an exchange.
+Each rank of a load or conversion collects them while it reads a format with other checksums than block CRCs, such as
+the entries of a ``torch.save`` file. It posts them in the vote on the reads; rank 0 compares them
+(:mod:`rankless.load.torch_file_crcs`). Bytes are hashed as they were read, before a cast or an exchange.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CrcPiece(NamedTuple):
 
 
 class Unread(NamedTuple):
-    """Bytes ``[start, stop)`` of a file, inside the range with this number, whose CRC is not known."""
+    """Bytes ``[start, stop)`` of a file without a known CRC, inside the range with this number."""
 
     number: int
     start: int
@@ -70,7 +70,8 @@ class ReadCrcs:
     def __init__(self, checksums: Sequence[RangeChecksum]) -> None:
         self.checksums = checksums
         self._starts = [(checksum.file, checksum.start) for checksum in checksums]
-        #: Pieces by number and end, and those whose end another one has: bytes that were read several times.
+        #: Pieces by number and end; and further pieces with the same number and end: bytes that were read several
+        #: times.
         self._pieces: dict[tuple[int, int], CrcPiece] = {}
         self._repeated: list[CrcPiece] = []
         self._lock = threading.Lock()
@@ -106,7 +107,7 @@ class ReadCrcs:
 
     @property
     def pieces(self) -> list[CrcPiece]:
-        """The CRCs of what was read."""
+        """The CRCs of the bytes that were read."""
         return [*self._pieces.values(), *self._repeated]
 
     def encode(self) -> bytes:
@@ -120,7 +121,7 @@ def decode_pieces(reports: Iterable[bytes]) -> list[CrcPiece]:
 
 
 def tile_range(number: int, checksum: RangeChecksum, pieces: Iterable[CrcPiece]) -> Iterator[CrcPiece | Unread]:
-    """Yield the tiles of range ``number`` in order: pieces, and what is in none. Of overlapping pieces one is used."""
+    """Yield the tiles of range ``number`` in order: pieces, and the gaps. Of overlapping pieces one is used."""
     at = checksum.start
     for piece in sorted(pieces):
         if piece.start < at:
@@ -134,7 +135,7 @@ def tile_range(number: int, checksum: RangeChecksum, pieces: Iterable[CrcPiece])
 
 
 class HashingReaderPool(ReaderPool):
-    """A pool of readers that adds what they read to ``crcs``."""
+    """A pool of readers that adds the bytes that they read to ``crcs``."""
 
     def __init__(self, open_reader: Callable[[Path], BufferedReader], crcs: ReadCrcs) -> None:
         super().__init__(open_reader)

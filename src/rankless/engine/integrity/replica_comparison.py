@@ -1,8 +1,8 @@
 """Comparison of replicas: ranks that hold the same shard compare its bytes before they share the writing of it.
 
 :mod:`rankless.save.shard_writer` calls it on every rank: :func:`digest_replicas` in the vote that opens the output,
-whose decision compares on rank 0, and :func:`replica_details` in the vote "comparing replicas", which all ranks hold
-only if that found a difference. A live copy does the same. Nothing is written before.
+where rank 0's decision compares the digests, and :func:`replica_details` in the vote "comparing replicas". All ranks
+hold this second vote only if the first found a difference. A live copy does the same. Nothing is written before.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _mismatch_message(names: Sequence[tuple[str, str]], first: int, ranks: Seque
 
 
 def _holders_key(holders: tuple[int, ...]) -> bytes:
-    """Return 8 bytes that identify a set of ranks, of which there may be thousands."""
+    """Return 8 bytes that identify a set of ranks. A set may have thousands."""
     return digest_bytes(np.array(holders, dtype="<u4").tobytes(), 8)
 
 
@@ -162,7 +162,7 @@ def _hash_on_devices(
 
 
 def _batch_ranges(ranges: Iterable[TensorRange], nbytes: int = _BATCH_BYTES) -> Iterator[list[TensorRange]]:
-    """Group ranges, in order, into batches of at least ``nbytes``: by default what one thread hashes at a time."""
+    """Group ranges, in order, into batches of at least ``nbytes``: by default one thread's share at a time."""
     batch, size = list[TensorRange](), 0
     for sampled_range in ranges:
         batch.append(sampled_range)

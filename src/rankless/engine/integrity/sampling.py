@@ -43,7 +43,7 @@ def sample_everything(replicas: Sequence[ReplicatedShard]) -> Iterator[TensorRan
 def sample_some(replicas: Sequence[ReplicatedShard], save: int) -> Iterator[TensorRange]:
     """Yield a sample of each tensor, and a window of :data:`BUDGET` bytes.
 
-    The positions depend on the number of the ``save``.
+    The positions depend on the number of the ``save``: for example, 16 consecutive saves compare all bytes of 1 GiB.
     """
     total = sum(replica.nbytes for replica in replicas)
     if total <= BUDGET:

@@ -37,7 +37,7 @@ _CRC = struct.Struct("<Q")
 #: much memory.
 _RUN_BYTES = 2**20
 
-#: Transfers of this many bytes on average are written one by one, from the messages in which they have arrived.
+#: Transfers of this many bytes on average are written one by one, from the messages that brought them.
 _MIN_UNCOPIED = 64 * 2**10
 
 #: The most bytes of a message that goes through the key-value store, unless the caller says otherwise.
@@ -156,7 +156,7 @@ def _gather_runs(received: TransferTable, messages: Mapping[int, Bytes]) -> Iter
 
 
 def _order_by_rank(ranks: SmallNumbers) -> Numbers:
-    """Return the order of transfers by rank; those of one rank keep theirs. Numbers of 16 bits are sorted fastest."""
+    """Return the order of transfers by rank; a rank's own keep their order. Numbers of 16 bits are sorted fastest."""
     order: Numbers = np.argsort(ranks.astype(np.uint16), kind="stable")
     if ranks.max() < 2**16:
         return order

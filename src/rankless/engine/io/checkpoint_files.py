@@ -90,8 +90,8 @@ class CheckpointFiles(msgspec.Struct, frozen=True):
     ) -> Manifest:
         """Write the headers, indexes, small files and the manifest, and make them durable; the data is durable already.
 
-        ``fragments`` are those of all ranks, of all bytes except the ``unchanged`` blocks. Raises ``RankMismatchError``
-        if they leave a gap in a tensor.
+        ``fragments`` come from all ranks, and cover all bytes except the ``unchanged`` blocks. Raises
+        ``RankMismatchError`` if they leave a gap in a tensor.
 
         Rank 0 calls it in the decision of the vote on the writing.
         """
@@ -111,9 +111,9 @@ class CheckpointFiles(msgspec.Struct, frozen=True):
     def _write_files(self, headers: Mapping[str, bytes], contents: SmallFiles) -> None:
         """Write the headers of data files and the small files, by path, and make them and their names durable.
 
-        All is written, and the writeback of all has begun, before anything is synced. Then the first sync commits what
-        ext4's journal has of all files, and the others find little to do: six files took two thirds of the time, 150
-        took a third. More threads help if there are many files, or if a server answers each sync.
+        All is written, and the writeback of all has begun, before anything is synced. Then the first sync commits the
+        entries of all files in ext4's journal, and the others find little to do: six files took two thirds of the time,
+        150 took a third. More threads help if there are many files, or if a server answers each sync.
         """
         nbytes = sum(map(len, (*headers.values(), *contents.values())))
         for name in contents:
@@ -148,7 +148,7 @@ def build_headers(
 ) -> Iterator[tuple[bytes, FileRecord]]:
     """Yield the header of each file of a plan, which contains the CRCs of all blocks, and the record of the file.
 
-    ``fragments`` are those of all ranks. Raises ``RankMismatchError`` if they leave a gap in a tensor.
+    ``fragments`` come from all ranks. Raises ``RankMismatchError`` if they leave a gap in a tensor.
 
     Rank 0 calls it in a commit or for an upload; a generation of a local tier builds its headers on each rank that
     reads it.
@@ -175,7 +175,7 @@ def _find_blocks(plan: SavePlan, fragments: GatheredFragments) -> BlockCrcs | No
 
 
 def _build_headers_at_once(plan: SavePlan, blocks: BlockCrcs) -> Iterator[tuple[bytes, FileRecord]]:
-    """Yield what :func:`build_headers` does, given the CRCs of all blocks as columns.
+    """Yield the same as :func:`build_headers`, given the CRCs of all blocks as columns.
 
     A checkpoint of terabytes has hundreds of thousands of blocks, and all ranks wait for their headers.
     """
@@ -196,7 +196,7 @@ def build_indexes(plan: SavePlan) -> dict[str, bytes]:
 
 
 def _with_unchanged(fragments: Sequence[Fragment], unchanged: Mapping[int, int], nbytes: int) -> Sequence[Fragment]:
-    """Return the fragments of a tensor, with one for each unchanged block, of which ranks may have written parts."""
+    """Return the fragments of a tensor, with one for each unchanged block, also if ranks have written parts of it."""
     if not unchanged:
         return fragments
     written = [fragment for fragment in fragments if fragment.start // block_crcs.BLOCK_BYTES not in unchanged]

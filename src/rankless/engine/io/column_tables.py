@@ -22,7 +22,7 @@ Table = TypeVar("Table", bound=tuple[Any, ...])
 
 
 def encode_rows(columns: Sequence[NDArray[Any]], row: np.dtype[Any]) -> bytes:
-    """Encode columns as rows of the structured dtype ``row``, whose fields are in the order of the columns."""
+    """Encode columns as rows of the structured dtype ``row``. Its fields are in the order of the columns."""
     rows = np.empty(len(columns[0]), row)
     for name, column in zip(row.names or (), columns, strict=True):
         rows[name] = column
@@ -38,7 +38,8 @@ def decode_rows(reports: Iterable[bytes], row: np.dtype[Any]) -> list[Any]:
 def compress_rows(rows: bytes, row_bytes: int) -> bytes:
     """Compress the result of :func:`encode_rows`: neighbouring rows have most bytes in common, but not their CRCs.
 
-    The first bytes of all rows come first, then the second ones, and so on.
+    The first bytes of all rows come first, then the second ones, and so on. For example, the rows ``ab`` and ``cd`` are
+    compressed as ``acbd``.
     """
     return zlib.compress(np.frombuffer(rows, np.uint8).reshape(-1, row_bytes).T.tobytes(), _LEVEL)
 
@@ -49,5 +50,5 @@ def decompress_rows(packed: bytes, row_bytes: int) -> bytes:
 
 
 def concatenate_tables(tables: Sequence[Table]) -> Table:
-    """Return the rows of some tables of one kind, of which there is at least one."""
+    """Return the rows of one table or more, all of one kind."""
     return type(tables[0])(*map(np.concatenate, zip(*tables, strict=True)))

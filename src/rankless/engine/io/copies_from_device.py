@@ -5,7 +5,7 @@ scratch on the device first, and strided ones, too: a copy costs some microsecon
 many. The scratch is kept, so that a save allocates nothing on the device.
 
 :mod:`rankless.engine.io.device_staging` and :mod:`rankless.engine.io.device_windows` enqueue with it, in the thread of
-the caller of a save: its current streams decide what the copies follow. The shards must not change before the copies
+the caller of a save: the copies follow the kernels on its current streams. The shards must not change before the copies
 are done, and only one thread may use the scratch at a time.
 """
 
@@ -48,13 +48,13 @@ class CopyMark:
             stream.wait_for(event)
 
     def precede_caller(self) -> None:
-        """Let what the calling thread enqueues later on its current streams run after all copies before it."""
+        """Let all copies run before the kernels that the calling thread enqueues later on its current streams."""
         for stream, event in self._events:
             stream.precede_caller(event)
 
 
 class DeviceCopies:
-    """Copies that follow what the calling thread has enqueued, and each other."""
+    """Copies that follow the kernels that the calling thread has enqueued, and each other."""
 
     def __init__(self, streams: Sequence[CopyStream]) -> None:
         self._streams = streams
@@ -132,7 +132,7 @@ class _Batch(msgspec.Struct):
         self.nbytes += size
 
     def flush(self) -> None:
-        """Copy what was added."""
+        """Copy the pieces that were added."""
         if len(self.sources) == 1:
             self.copy(self.sources[0], self.offset)
         elif self.sources:

@@ -1,4 +1,4 @@
-"""The execution of a copy between running ranks: bytes go from the tensors of one rank into those of another.
+"""The execution of a copy between running ranks: bytes go from the tensors of one rank into another rank's tensors.
 
 All messages have one order, which is the same on all ranks, and each rank has a few of its own in flight. So the oldest
 message never waits for a younger one. Every message is hashed on both sides.
@@ -33,7 +33,7 @@ _CRC = np.dtype("<u8")
 
 
 class _MessageTurn(NamedTuple):
-    """The place of a message in the order of all messages: that of each pair of ranks one after another, in rounds."""
+    """The place of a message in the order of all messages: one message of each pair of ranks in turn, in rounds."""
 
     round: int
     distance: int
@@ -50,7 +50,7 @@ class _Message(NamedTuple):
 
 
 class _MessageInFlight(NamedTuple):
-    """A message in flight, and its bytes. If received bytes ``are_in_place``, they are those of a tensor itself."""
+    """A message in flight, and its bytes. If received bytes ``are_in_place``, they lie in a tensor itself."""
 
     message: _Message
     work: SentBytes

@@ -1,4 +1,4 @@
-"""Pinned memory into which a load reads file ranges of tensors on accelerators.
+"""Pinned memory for file ranges of tensors on accelerators that a load reads.
 
 There are more buffers than threads, and they are pinned: while the device copies out of some, threads read into others.
 A buffer is used again when the copies out of it are done.

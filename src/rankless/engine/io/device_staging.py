@@ -1,9 +1,9 @@
 """Staging out of accelerators: the devices copy into the staging memory, and no thread of the process moves a byte.
 
-All copies are enqueued at the call, also those of tensors that may be copied later: the next step waits for them on the
-device, and the caller for nothing. What is not a step, or runs on other streams, can come between. Therefore some
-chunks are copied once more before all others and before anything that the caller enqueues next, and once after them;
-the three copies must be equal.
+All copies are enqueued at the call, also copies of tensors that may be copied later: the next step waits for them on
+the device, and the caller for nothing. Kernels that are not part of a step, or that run on other streams, can come
+between. Therefore some chunks are copied once more before all others and before anything that the caller enqueues next,
+and once after them; the three copies must be equal.
 
 :func:`~rankless.engine.io.staging.stage_tensors` makes one on each rank, in the thread of the caller. The background
 thread of an overlapped save waits for it. The first samples must be enqueued before the call returns, and the second
@@ -60,7 +60,8 @@ class DeviceStaging:
     ) -> None:
         """Enqueue the copies of chunks into ``memory``, and of the ``sampled`` ones of those that are deferred.
 
-        What the calling thread enqueues next waits for the copies and the first samples, but not for the ``deferred``.
+        Kernels that the calling thread enqueues next wait for the copies and the first samples, but not for the
+        ``deferred``.
         """
         if not self.streams:
             return
@@ -74,7 +75,7 @@ class DeviceStaging:
         self._mark = copies.mark()
 
     def precede_caller(self) -> None:
-        """Let what the calling thread enqueues next on its current streams follow all copies."""
+        """Let all copies run before the kernels that the calling thread enqueues next on its current streams."""
         self._mark.precede_caller()
 
     def wait(self) -> None:

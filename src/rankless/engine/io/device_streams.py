@@ -1,13 +1,13 @@
-"""Streams of accelerators on which rankless copies, and their order with what the caller has enqueued.
+"""The streams that rankless uses for copies on accelerators, and their order with the caller's own kernels.
 
 Kernels run later than the calls that enqueue them, on streams that the caller chooses. As in all of torch, a tensor
 that is passed to a call is up to date on the *current stream* of the calling thread. Copies run on a stream of
-rankless, one for each device, whichever thread enqueues them. So two orders must be made, both by the caller's thread,
-because other threads have current streams of their own: the copies follow what the caller has enqueued before, and what
-the caller enqueues later follows the copies, or the caller waits for them.
+rankless, one for each device, whichever thread enqueues them. So two orders must be made. First, the copies follow the
+kernels that the caller has enqueued before. Second, kernels that the caller enqueues later follow the copies, or the
+caller waits for the copies. The caller's thread makes both, because other threads have current streams of their own.
 
-Streams and events are those of the module of the device (``torch.cuda``, also for HIP, ``torch.xpu``), which torch
-finds for any device, also for one that is written in Python.
+Streams and events come from the module of the device, such as ``torch.cuda`` (also for HIP) or ``torch.xpu``. torch
+finds this module for any device, also for one that is written in Python.
 
 Saves, loads, comparisons of replicas and live copies call :func:`begin_copies` on each rank before they copy, in the
 thread of the caller.
@@ -25,7 +25,7 @@ import torch
 from rankless.errors import DeviceError, RanklessError, StateError
 from rankless.observe.spans import span
 
-#: The bytes of memory on a device in which small and strided shards are gathered. It is kept.
+#: The bytes of memory on a device where small and strided shards are gathered. It is kept.
 SCRATCH_BYTES = 32 * 2**20
 
 
@@ -45,7 +45,7 @@ class DeviceEvent(Protocol):
 
 
 class CopyStream:
-    """The stream of this process on which bytes are copied from and to a device."""
+    """The stream of this process for copies from and to a device."""
 
     def __init__(self, device: torch.device, module: Any) -> None:
         self.device = device
@@ -54,7 +54,7 @@ class CopyStream:
         self._scratch: torch.Tensor | None = None
 
     def follow_caller(self) -> None:
-        """Let copies that are enqueued later run after what the calling thread has enqueued on its current stream.
+        """Let later copies run after the kernels that the calling thread has enqueued on its current stream.
 
         Raises ``StateError`` if the thread captures a graph there: then nothing of that runs before the graph does.
         """
@@ -63,7 +63,7 @@ class CopyStream:
             self._stream.wait_event(self._module.current_stream(self.device).record_event())
 
     def precede_caller(self, event: DeviceEvent) -> None:
-        """Let what the calling thread enqueues later on its current stream run after ``event``.
+        """Let kernels that the calling thread enqueues later on its current stream run after ``event``.
 
         A step that is captured does not run now, and a wait for something outside would make its graph invalid.
         """
@@ -100,7 +100,7 @@ class CopyStream:
 
     @property
     def scratch(self) -> torch.Tensor:
-        """Memory on the device, for the thread that enqueues. What is enqueued later may use it again."""
+        """Memory on the device, for the thread that enqueues. Copies that are enqueued later may use it again."""
         if self._scratch is None:
             with torch.inference_mode(mode=False):  # or no later save could write to it
                 self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self.device)
@@ -138,7 +138,7 @@ def find_copy_streams(tensors: Iterable[HasDevice]) -> list[CopyStream]:
 
 
 def begin_copies(tensors: Iterable[HasDevice]) -> list[CopyStream]:
-    """Let copies from and to tensors follow what the caller has enqueued, and return the streams of these copies.
+    """Let copies from and to tensors follow the caller's kernels so far, and return the streams of these copies.
 
     Accelerators without streams run everything in one order.
     """
@@ -173,8 +173,8 @@ def synchronize_devices(tensors: Iterable[HasDevice]) -> None:
 def select_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make a device the current one of the calling thread inside the ``with`` block.
 
-    That of a new thread is the first one, and almost any call would make a context there: half a gigabyte on a GPU that
-    belongs to another rank.
+    The current device of a new thread is the first one. Almost any call would make a context there: half a gigabyte on
+    a GPU that belongs to another rank.
     """
     module = torch.get_device_module(device)
     return module.device(device) if hasattr(module, "device") else nullcontext()

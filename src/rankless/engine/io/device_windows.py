@@ -37,7 +37,8 @@ def copy_into_windows(
 ) -> Iterator[Bytes]:
     """Yield the bytes of each group of ranges, at most ``nbytes``. They are valid until the next ones are requested.
 
-    The copies follow what the calling thread has enqueued. Shards that are on none of the ``streams`` are copied, too.
+    The copies follow the kernels that the calling thread has enqueued. Shards that are on none of the ``streams`` are
+    copied, too.
     """
     arena = Arena(_window_memory)
     memory = pin_for(streams, arena.reserve_bytes(_WINDOWS * nbytes))
@@ -64,7 +65,7 @@ def _finish(window: Bytes, copied: CopyMark) -> Bytes:
 
 
 def _fill_window(group: Sequence[ShardRange], window: Bytes, streams: Sequence[CopyStream]) -> Iterator[CopyPiece]:
-    """Copy what is not on one of the devices, and yield the pieces that are."""
+    """Copy the ranges that are not on one of the devices, and yield the pieces of the others."""
     devices, used = {stream.device for stream in streams}, 0
     for shard, start, stop in group:
         if shard.device in devices:

@@ -1,9 +1,9 @@
-"""Compares what a rank is to write with the files that are there already, byte for byte.
+"""Compares the bytes that a rank is to write with the files that are there already, byte for byte.
 
 A save of a component that replaces an earlier model, and a drain into a run with an earlier checkpoint, ask it on every
 rank, in a vote of their own. An equal file is not written again: to read is faster, and a disk wears by writes. Neither
-a memory of what was saved nor CRCs are trusted, because somebody may have changed the files. So they are read past the
-page cache: what counts is on the disk.
+a record of the last save nor CRCs are trusted, because somebody may have changed the files. So they are read past the
+page cache: the bytes on the disk count.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _SAMPLE_BYTES, _SAMPLES = 4096, 64
 def find_equal_files(
     files: Mapping[int, Path], file_ranges: Sequence[FileRange], bytes_of: ProviderOf
 ) -> tuple[list[int], Fragments]:
-    """Return the files, by number, that have the bytes of this rank, and the fragments of these bytes.
+    """Return the numbers of the files that have the bytes of this rank, and the fragments of these bytes.
 
-    ``files`` are those that may be equal. A file of which the rank has no bytes is equal. One that cannot be read is
-    not; nor is one that this process has mapped to write: the next step of a training may change it.
+    ``files`` are the candidates. A file without bytes of this rank is equal. One that cannot be read is not; nor is one
+    that this process has mapped to write: the next step of a training may change it.
     """
     mapped = list_writable_mappings()
     files = {number: path for number, path in files.items() if (found := identify(path)) and found[1] not in mapped}

@@ -4,8 +4,8 @@ The CRC of two adjacent ranges is the CRC of the first, extended over the bytes 
 second. (CRC-64/NVME begins and ends with all ones, which cancel out.) Extending a CRC is linear: each of its bytes
 contributes independently.
 
-:mod:`rankless.engine.io.fragments` and :mod:`rankless.engine.integrity.block_sums` combine CRCs with it. The
-polynomial is that of the format: stored checksums depend on it.
+:mod:`rankless.engine.io.fragments` and :mod:`rankless.engine.integrity.block_sums` combine CRCs with it. The format
+fixes the polynomial: stored checksums depend on it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def extend_crcs(crcs: Numbers, distances: Numbers) -> Numbers:
 
 
 def combine_groups(crcs: Numbers, lengths: Numbers, counts: NDArray[np.intp]) -> Numbers:
-    """Return the CRC of each group of adjacent ranges, whose CRCs and lengths in bytes follow each other.
+    """Return the CRC of each group of adjacent ranges, given the CRCs and lengths in bytes of all ranges in order.
 
-    ``counts`` has the number of ranges of each group, which may be 0: the CRC of no bytes is 0.
+    ``counts`` has the number of ranges of each group: for example, ``[2, 0, 1]`` makes three groups of three ranges. A
+    number may be 0: the CRC of no bytes is 0.
     """
     stops = np.cumsum(counts)
     ends = np.append(np.uint64(0), np.cumsum(lengths))

@@ -88,7 +88,7 @@ class GatheredFragments(Mapping[int, Sequence[Fragment]]):
     def find_blocks(self, sizes: Sequence[int]) -> BlockCrcs | None:
         """Return the CRCs of all blocks of tensors of these sizes; ``None`` if the fragments are not just all blocks.
 
-        A caller then looks at each tensor, and names what is missing.
+        A caller then looks at each tensor, and names the missing bytes.
         """
         nbytes = np.array(sizes, np.uint64)
         counts = (-(-nbytes.astype(np.int64) // BLOCK_BYTES)).astype(np.intp)
@@ -125,7 +125,7 @@ def decode_fragments(reports: Iterable[bytes]) -> GatheredFragments:
 def merge_adjacent_fragments(rows: FragmentTable) -> FragmentTable:
     """Sort fragments, drop duplicates, and merge adjacent ones within a block.
 
-    A block in which fragments overlap, or have the same range but different CRCs, is left as it is.
+    A block is left as it is if its fragments overlap, or have the same range but different CRCs.
     """
     rows = _sort_unique(rows)
     if not len(rows.tensor):

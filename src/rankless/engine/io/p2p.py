@@ -1,11 +1,11 @@
 """Point-to-point exchange of bytes between ranks, with a timeout and a check for failed ranks.
 
-Sends and receives use a gloo group. Between two ranks they match in the order in which both make them. Daemon threads
-wait for them, so that a rank does not hang if its peer has left or another rank has failed.
+Sends and receives use a gloo group. Between two ranks the n-th send matches the n-th receive. Daemon threads wait for
+them, so that a rank does not hang if its peer has left or another rank has failed.
 
-Saves, loads, live copies and transfers of a local tier have one for each exchange, on every rank that takes part,
-inside a vote: an error of a rank sets the flag for which the others look. The order of sends and receives between two
-ranks comes from the plan, and must be the same on both.
+Saves, loads, live copies and transfers of a local tier have one for each exchange, on every rank that takes part. The
+exchange is inside a vote: an error of a rank sets a flag, and the other ranks look for this flag. The order of sends
+and receives between two ranks comes from the plan, and must be the same on both.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Works = Sequence[SentBytes]
 
 
 class Lane(IntEnum):
-    """Sends and receives are waited for apart: those of one kind do not hold up the others."""
+    """Sends and receives are waited for apart: neither kind holds up the other."""
 
     SENDS = 0
     RECEIVES = 1
@@ -64,7 +64,7 @@ class P2PExchange:
     def __init__(self, group: dist.ProcessGroup | None, session: Session, attempt: int = 0) -> None:
         """Begin an exchange in a group; ``None`` if there is one rank, which sends nothing.
 
-        ``attempt`` counts exchanges in a session of which an earlier one may have left messages.
+        ``attempt`` counts the exchanges of a session, because an earlier one may have left messages.
         """
         self.rank = session.rank
         self._group, self._session = group, session
@@ -113,7 +113,7 @@ class P2PExchange:
     def wait_for_any(self, futures: Collection[Future[None]], seconds: float = math.inf) -> None:
         """Wait until one of the futures is done, for at most ``seconds``.
 
-        Raises the errors of :meth:`wait`, but not those of the futures.
+        Raises the errors of :meth:`wait`, but not the errors of the futures.
         """
         deadline, until = Deadline(self._session.timeout), time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:

@@ -1,7 +1,7 @@
 """Assembly of one part of a file that is uploaded: large ranges stay in the memory of their tensors.
 
-Small ranges, and those of tensors whose bytes cannot be sent from their own memory, are copied into a buffer. Each byte
-is hashed once: the CRC of the part is combined from those of its ranges.
+Small ranges are copied into a buffer. So are ranges of tensors that cannot send bytes from their own memory. Each byte
+is hashed once: the CRC of the part is combined from the CRCs of its ranges.
 
 :mod:`rankless.engine.io.upload_parts` fills one for each part that this rank sends, in one of its sending threads.
 """
@@ -82,7 +82,7 @@ class PartAssembly:
         return Body(tuple(self._join(ordered)), combine_crcs((hashed.crc, hashed.nbytes) for hashed in ordered))
 
     def _join(self, ordered: list[_HashedRange]) -> Iterator[memoryview]:
-        """Yield the memory of the ranges, and that of the buffer between them."""
+        """Yield the memory of the ranges, and the parts of the buffer between them."""
         copied_from = 0
         for hashed in ordered:
             if hashed.memory is not None:

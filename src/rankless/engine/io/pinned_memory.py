@@ -79,7 +79,7 @@ def _whole_memory(buffer: Bytes) -> Bytes:
 
 
 def _find_runtime(device: torch.device) -> Any:
-    """Return the runtime that can register memory for a device: that of CUDA or HIP; otherwise ``None``."""
+    """Return the runtime that can register memory for a device: the CUDA or HIP runtime; otherwise ``None``."""
     module = torch.get_device_module(device)
     return module.cudart() if hasattr(module, "cudart") else None
 

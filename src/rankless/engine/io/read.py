@@ -40,7 +40,7 @@ def read_file_ranges(
 ) -> Fragments:
     """Read file ranges that no other rank reads into this rank's shards; return the fragments that it hashed.
 
-    Apart from the tensors it needs a few buffers of fixed size. ``streams`` are those of accelerators with shards. If
+    Apart from the tensors it needs a few buffers of fixed size. ``streams`` belong to the accelerators with shards. If
     not ``hashed``, there are no fragments: CRCs that are compared with nothing are half of the processor's time.
 
     A load calls it on each rank in the vote "reading"; other readers call it in one process.

@@ -1,4 +1,4 @@
-"""Memory into which a load reads file ranges: the tensors themselves, or one buffer for each thread.
+"""Memory for the file ranges that a load reads: the tensors themselves, or one buffer for each thread.
 
 Tensors on accelerators need pinned buffers: :mod:`rankless.engine.io.device_read_buffers`.
 

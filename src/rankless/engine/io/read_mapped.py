@@ -1,4 +1,4 @@
-"""Reading of what other ranks of the host read, too, and of which this rank needs parts: it copies just these.
+"""Reading of bytes that other ranks of the host read, too: this rank copies just the parts that it needs.
 
 :mod:`rankless.inference.joined_reads` calls it on each rank of a host, mostly in the background thread of the loader of
 weights. Several threads write into sinks and report progress. The fragments must describe the bytes that went into

@@ -72,7 +72,10 @@ def read_stripes(
 
 
 def _group_by_tensor(results: Sequence[_ReadResult]) -> Fragments:
-    """Group fragments by tensor. They are not combined: those of ranks that read other stripes must fit together."""
+    """Group fragments by tensor.
+
+    They are not combined: the fragments of ranks that read other stripes must fit together.
+    """
     result: Fragments = {}
     for tensor, fragment in (item for items in results for item in items):
         result.setdefault(tensor, []).append(fragment)
@@ -146,7 +149,7 @@ class _ReadInFlight(msgspec.Struct):
 
 
 class _Relay(msgspec.Struct):
-    """Reads, sends and receives items. ``fragments`` are those hashed by this rank; ``errors`` are those of reading."""
+    """Reads, sends and receives items. This rank hashed the ``fragments``; ``errors`` come from its reads."""
 
     reader: SourceReader
     sink_of: SinkOf
@@ -158,7 +161,7 @@ class _Relay(msgspec.Struct):
     errors: list[RanklessError] = msgspec.field(default_factory=list)
 
     def read_ahead(self, items: Iterable[StripeTask | BroadcastChunk]) -> Iterator[_ReadInFlight]:
-        """Yield the items. Of those of this rank the next :data:`_READ_AHEAD` are being read."""
+        """Yield the items. The next :data:`_READ_AHEAD` items of this rank are being read."""
         upcoming: deque[_ReadInFlight] = deque()
         reads = 0
         for item in items:

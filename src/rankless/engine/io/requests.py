@@ -45,7 +45,8 @@ ShardOf = Callable[[int], "TensorBytes"]
 #: Returns the source of the bytes of tensor number n.
 ProviderOf = Callable[[int], ByteProvider]
 
-#: Moves the bytes of file ranges, which it gets from their tensors, into files or to a store. Returns what was hashed.
+#: Moves the bytes of file ranges, which it gets from their tensors, into files or to a store. Returns the CRCs of the
+#: hashed bytes.
 MoveRanges = Callable[[Sequence[FileRange], ProviderOf], Fragments]
 
 #: Returns the destination of the bytes of tensor number n.

@@ -1,7 +1,7 @@
 """Reading of byte ranges from files and file-like sources by several threads.
 
-All reads of tensor data go through it: those of loads, the view, conversions and verifications, and of foreign formats,
-on each rank for itself.
+All reads of tensor data go through it: the reads of loads, of the view, of conversions and verifications, and of
+foreign formats, on each rank for itself.
 """
 
 from __future__ import annotations

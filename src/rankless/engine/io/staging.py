@@ -73,7 +73,7 @@ class DeferredCopies(msgspec.Struct, frozen=True):
 
 
 class StagedTensors:
-    """File ranges whose bytes are all in one buffer; ``local`` is the offset there."""
+    """File ranges with all their bytes in one buffer; ``local`` is the offset there."""
 
     def __init__(
         self, file_ranges: Sequence[FileRange], memory: Bytes, in_threads: LaterCopies, on_devices: DeviceStaging
@@ -93,12 +93,12 @@ class StagedTensors:
         return restricted
 
     def place_ranges(self, plan: SavePlan) -> SavePlan:
-        """Return a plan whose file ranges are in the buffer: those of the shards, and those of the stripes."""
+        """Return a plan with all file ranges in the buffer: the ranges of the shards and of the stripes."""
         return msgspec.structs.replace(plan, file_ranges=self.file_ranges, stripe_tasks=(), striped_shards=())
 
     @property
     def order_steps(self) -> Callable[[], None] | None:
-        """Return a function that lets what the calling thread enqueues next on accelerators follow the copies.
+        """Return a function: the kernels that the calling thread enqueues on accelerators after it follow the copies.
 
         ``None`` if threads copy tensors, too: then a step must wait until these are copied.
         """
@@ -120,7 +120,7 @@ class StagedTensors:
 
 
 class LaterCopies(msgspec.Struct, frozen=True):
-    """Chunks that threads copy later, and those of them that were hashed at the call."""
+    """Chunks that threads copy later, and the sample of them that was hashed at the call."""
 
     chunks: Sequence[StagedChunk]
     sampled: Sequence[SampledChunk]

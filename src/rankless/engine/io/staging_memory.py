@@ -86,7 +86,7 @@ class StagingMemory:
 
 
 class _PreparedBuffer:
-    """A buffer whose pages a thread touches until a save takes it."""
+    """A buffer and the thread that touches its pages until a save takes it."""
 
     def __init__(self, buffer: Bytes) -> None:
         self._buffer, self._is_taken = buffer, False

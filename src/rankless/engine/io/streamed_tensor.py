@@ -50,7 +50,10 @@ class ReadFragments:
 
 @dataclass(frozen=True)
 class StreamedTensor:
-    """A tensor of a checkpoint, by its number. ``stored`` is its dtype there, ``dtype`` that of the bytes returned."""
+    """A tensor of a checkpoint, by its number.
+
+    ``stored`` is its dtype there, for example ``"F32"``; ``dtype`` is the dtype of the returned bytes.
+    """
 
     tensor: int
     stored: str

@@ -63,7 +63,7 @@ def scatter_pieces(shard: TensorBytes, pieces: Pieces, data: Bytes) -> None:
 
 
 def _split_span(shard: TensorBytes, pieces: Pieces) -> Iterator[tuple[Pieces, int]]:
-    """Yield parts whose span can be copied, if the shard cannot be accessed in place; each with the bytes before it."""
+    """Yield parts to be copied as spans, if the shard cannot be accessed in place; and the bytes before each."""
     count = pieces.number
     if shard.view(0, 0) is None:
         count = max(1, (_MOST_SPAN - pieces.size) // pieces.step + 1)

@@ -1,7 +1,7 @@
 """Byte access to this rank's shard of a tensor, on any device and with any strides.
 
 Bytes of accelerators are copied on streams of rankless, see :mod:`rankless.engine.io.device_streams`. These must follow
-what the caller of the save or load has enqueued before anything is copied here.
+the kernels that the caller of the save or load has enqueued, before anything is copied here.
 
 A save wraps the tensors that it has captured, and a load its targets, on each rank. ``view``, ``copy_out`` and
 ``write`` are called from the threads of writes and reads.
@@ -82,7 +82,7 @@ class TensorBytes:
     def version(self) -> TensorVersion:
         """The address of the shard, and the number of its tracked changes in place.
 
-        Writes to ``.data``, and those of raw kernels, are not counted.
+        Writes to ``.data``, and writes of raw kernels, are not counted.
         """
         is_counted = not self._tensor.is_inference()
         return TensorVersion(self._tensor.data_ptr(), self._tensor._version if is_counted else -1)  # noqa: SLF001
@@ -190,7 +190,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _as_flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a contiguous tensor whose bytes can be viewed."""
+    """Return a view of a contiguous tensor that torch can view as bytes."""
     # A dimension of fewer than two elements may have any stride, and view() would keep it.
     is_plain = tensor.ndim > 0 and tensor.stride(-1) == 1
     return tensor if is_plain else tensor.as_strided((tensor.numel(),), (1,))

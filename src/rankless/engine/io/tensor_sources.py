@@ -89,7 +89,7 @@ class LayeredSource(msgspec.Struct, frozen=True, eq=False):
 
 
 class ComputedSource(msgspec.Struct, frozen=True, eq=False):
-    """A tensor whose bytes are computed from those of others: ``compute(offset, into, readers)`` fills a buffer.
+    """A tensor that is computed from the bytes of others: ``compute(offset, into, readers)`` fills a buffer.
 
     ``label`` names it in messages.
     """
@@ -122,7 +122,10 @@ def paths_of(sources: Iterable[Source]) -> Iterator[Path]:
 
 
 def row_major_strides(shape: tuple[int, ...], width: int) -> tuple[int, ...]:
-    """Return the strides in bytes of contiguous elements in row-major order."""
+    """Return the strides in bytes of contiguous elements in row-major order.
+
+    For example, the shape ``(2, 3)`` with a ``width`` of 4 bytes has the strides ``(12, 4)``.
+    """
     strides = []
     for size in reversed(shape):
         strides.append(width)
@@ -133,7 +136,8 @@ def row_major_strides(shape: tuple[int, ...], width: int) -> tuple[int, ...]:
 def order_dimensions(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     """Return the dimensions of more than one element from the outermost to the innermost, then the others.
 
-    Strides of a DTensor are those of the whole tensor, which do not depend on the ranks.
+    A DTensor has the strides of the whole tensor, which do not depend on the ranks. For example, the strides ``(1, 3)``
+    of a tensor of shape ``(3, 4)`` give ``[1, 0]``.
     """
     return sorted(range(len(shape)), key=lambda dim: (shape[dim] <= 1, -strides[dim] if shape[dim] > 1 else 0, dim))
 

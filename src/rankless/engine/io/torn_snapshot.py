@@ -59,7 +59,7 @@ def sample_chunks(
 def check_sampled_chunks(sampled: Sequence[SampledChunk], shard_of: ShardOf, names: Sequence[tuple[str, str]]) -> None:
     """Raise ``TornSnapshotError`` if a sampled chunk, or its copy, is not as at the call.
 
-    ``names`` are those of the tensors.
+    ``names`` has the group and name of each tensor, for example ``("model", "layers.0.weight")``.
     """
     results = run_in_threads(partial(_is_unchanged, shard_of), sampled)
     for (staged, _), is_unchanged in zip(sampled, results, strict=True):
@@ -81,7 +81,7 @@ def _chunk_crc(chunk: IoChunk, shard_of: ShardOf) -> int:
 
 
 def torn_error(chunk: IoChunk, names: Sequence[tuple[str, str]]) -> TornSnapshotError:
-    """Return the error of a chunk that has changed. ``names`` are those of the tensors."""
+    """Return the error of a chunk that has changed. ``names`` has the group and name of each tensor."""
     group, name = names[chunk.file_ranges[0].tensor]
     others = len(chunk.file_ranges) - 1
     tensor_text = f"{group} tensor {name!r}" + (f" or one of {others} next to it" if others else "")

@@ -1,8 +1,8 @@
 """Upload of finished local files and of memory to an object store, in the parts of saves, and the way back.
 
 Drains of parts into a store, outputs of conversions, and saves of DCP call it in one process, without a plan
-(:mod:`rankless.run.unpublished_output`, :mod:`rankless.tier.parts_in_store`). What is uploaded must not change
-meanwhile: parts may be sent again.
+(:mod:`rankless.run.unpublished_output`, :mod:`rankless.tier.parts_in_store`). The files must not change meanwhile:
+parts may be sent again.
 """
 
 from __future__ import annotations

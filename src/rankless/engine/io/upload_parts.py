@@ -110,7 +110,7 @@ class _Round(NamedTuple):
 
 @dataclass(frozen=True)
 class _Part:
-    """A part that this rank sends: its bytes in the rank's memory, those of others, and those of no tensor."""
+    """A part that this rank sends: bytes in the rank's memory, bytes of other ranks, and bytes of no tensor."""
 
     file: int
     number: int
@@ -285,7 +285,7 @@ def _group_parts(
     runs: Sequence[ReceivedRun],
     known: Mapping[tuple[int, int], list[tuple[int, bytes]]],
 ) -> list[_Part]:
-    """Return the parts of a round that this rank sends: those of which it has bytes, or bytes of no tensor."""
+    """Return the parts of a round that this rank sends: parts with bytes of its own, or bytes of no tensor."""
     parts = {key: _Part(*key, known=pieces) for key, pieces in known.items()}
 
     def part_at(file: int, offset: int) -> _Part:

@@ -1,4 +1,4 @@
-"""The uploads of files to an object store, and the parts in which their bytes are sent.
+"""The uploads of files to an object store, and the parts that carry their bytes.
 
 :mod:`rankless.save.shared_upload` has a target for each file, on every rank; rank 0 has begun the uploads. All ranks
 and the completion must use parts of :data:`PART_BYTES`.
@@ -24,7 +24,7 @@ _MAX_PARTS = 10_000
 
 
 class FileFrame(msgspec.Struct, frozen=True, array_like=True):
-    """A file without the bytes of its tensors: its size, that of its header, and ``known``: other bytes, by offset.
+    """A file without the bytes of its tensors: its size, its header's size, and ``known``: other bytes, by offset.
 
     The header is known later.
     """
@@ -59,7 +59,7 @@ class UploadTarget:
 
 
 def check_file_size(path: str, nbytes: int) -> None:
-    """Raise ``InvalidArgumentError`` if a file has more parts than a store accepts."""
+    """Raise ``InvalidArgumentError`` if a file has more parts than a store accepts, for example a file of 200 GiB."""
     if nbytes > _MAX_PARTS * PART_BYTES:
         raise InvalidArgumentError(
             f"{path} has {nbytes} bytes, and an object store accepts {_MAX_PARTS * PART_BYTES} of one file: "

@@ -92,7 +92,7 @@ def _waits_for_disk(writers: Mapping[int, FileWriter], files: Sequence[Path], sy
 def _schedule_chunks(
     file_ranges: Sequence[FileRange], writers: Collection[FileWriter]
 ) -> tuple[Iterator[IoChunk], int]:
-    """Return the chunks in the order in which threads begin them, and the number of threads."""
+    """Return the chunks in the order that threads begin them in, and the number of threads."""
     chunks, nbytes = file_chunks(file_ranges), count_bytes(file_ranges)
     if not any(writer.copies_bytes for writer in writers):
         return chunks, count_threads(nbytes)
@@ -102,7 +102,7 @@ def _schedule_chunks(
 
 
 def _pin_for_devices(file_ranges: Sequence[FileRange], provider_of: ProviderOf) -> Callable[[Bytes], object] | None:
-    """Return what pins a buffer for the devices that tensors are on, or ``None`` if all bytes are on the host."""
+    """Return a function that pins a buffer for the tensors' devices, or ``None`` if all bytes are on the host."""
     providers = map(provider_of, {file_range.tensor for file_range in file_ranges})
     on_devices = [provider for provider in providers if _is_on_device(provider)]
     if not on_devices:
@@ -153,8 +153,8 @@ def _write_chunk(
 def _write_in_place(file_range: FileRange, provider_of: ProviderOf, writer: FileWriter) -> tuple[int, Fragment] | None:
     """Hash and write bytes that are in memory, without a copy of them. Return ``None`` if that was not possible.
 
-    Nothing else may change the tensor meanwhile. If something does, a checkpoint whose bytes do not match their CRC
-    would be of no use, so each slice is hashed again after it was written.
+    Nothing else may change the tensor meanwhile. If something does, the written bytes may not match their CRC, and such
+    a checkpoint would be of no use. So each slice is hashed again after it was written.
     """
     provider, size = provider_of(file_range.tensor), file_range.stop - file_range.start
     data = provider.view(file_range.local, file_range.local + size)

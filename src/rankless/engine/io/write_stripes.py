@@ -1,4 +1,4 @@
-"""Writing of stripes, of which many ranks hold many small ranges: the owner assembles a stripe and writes it whole.
+"""Writing of stripes, where many ranks hold many small ranges: the owner assembles a stripe and writes it whole.
 
 :mod:`rankless.save.shard_writer` calls :func:`write_stripes` on every rank in the vote "writing" of a save without
 staging; :mod:`rankless.engine.io.staging` calls :func:`assemble_stripes` in the vote on the copies. All ranks must
@@ -114,7 +114,7 @@ class _InFlightStripe(msgspec.Struct):
 def _assemble_all(
     tasks: Sequence[StripeTask], shard_of: ShardOf, p2p: P2PExchange, buffers: _StripeBuffers
 ) -> Iterator[tuple[Sequence[FileRange], Bytes]]:
-    """Yield the stripes that this rank owns, each in one of the buffers; meanwhile send what other ranks need."""
+    """Yield the stripes that this rank owns, each in one of the buffers; meanwhile send other ranks their bytes."""
     in_flight: deque[_InFlightStripe] = deque()
     for task in tasks:
         if len(in_flight) == MAX_IN_FLIGHT:

@@ -1,7 +1,7 @@
-"""The plan of a copy between running ranks: which rank sends which bytes of its shards to which rank.
+"""The plan of a copy between running ranks: the bytes of its shards that each rank sends to each other rank.
 
-It is a pure function of the tensors that the source ranks hold, of those that the receiving ranks request, and of the
-own rank.
+It is a pure function of three arguments: the tensors that the source ranks hold, the tensors that the receiving ranks
+request, and the own rank.
 
 :mod:`rankless.live_copy.copy_operation` calls :func:`plan_copy` on every rank, in the last vote before tensors of the
 caller change; :mod:`rankless.engine.io.copy_exchange` calls :func:`split_into_messages` in the vote "copying". Sender
@@ -93,7 +93,7 @@ _Streams = dict[tuple[int, ...], list[CopyRun]]
 def plan_copy(
     held: Mapping[tuple[str, str], GlobalTensor], requested: Mapping[tuple[str, str], GlobalTensor], rank: int
 ) -> CopyPlan:
-    """Return the plan of ``rank``. ``held`` are the tensors of the source ranks, ``requested`` those of the receivers.
+    """Return the plan of ``rank``. The source ranks have the tensors ``held``, the receivers want ``requested``.
 
     Bytes that a receiver holds itself are copied there. Others are divided evenly among the ranks that hold them. Of
     tensors that need not be equal on all ranks (buffers), the lowest rank's are taken. Raises ``StateError`` if no
@@ -173,7 +173,7 @@ def _holders_for(held: GlobalTensor, source: Coordinate, receiver: int) -> tuple
 def _divide(
     holders: tuple[int, ...], receiver: int, runs: Sequence[CopyRun]
 ) -> Iterator[tuple[int, Sequence[CopyRun]]]:
-    """Yield each sender with its share of what a receiver gets: about equally many bytes."""
+    """Yield each sender with its share of a receiver's bytes: about equally many from each."""
     total = sum(run.nbytes for run in runs)
     count = max(1, min(len(holders), total // MIN_SHARE))
     pending, done = deque(runs), 0
@@ -202,7 +202,7 @@ def take_runs(pending: deque[CopyRun], nbytes: int) -> list[CopyRun]:
 
 
 def _without_start(run: CopyRun, part: int) -> Iterator[CopyRun]:
-    """Yield what remains of a run without the first bytes of its first piece, last run first."""
+    """Yield the rest of a run without the first bytes of its first piece, last run first."""
     if not part:
         yield run
         return
@@ -273,7 +273,7 @@ def _compress(source: _Numbers, target: _Numbers, sizes: _Numbers) -> Iterator[C
     changes = np.flatnonzero((steps[:, 1:] != steps[:, :-1]).any(axis=0)) + 1
     stretch_ends = [*changes.tolist(), steps.shape[1]]
     first = 0
-    for end in stretch_ends:  # the steps before number ``end`` are alike, from that of piece ``first`` on
+    for end in stretch_ends:  # the steps from piece ``first`` to number ``end`` are alike
         if first >= end:
             continue
         if steps[2, first]:

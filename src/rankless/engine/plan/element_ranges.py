@@ -32,14 +32,20 @@ class TensorRange(NamedTuple):
 
 
 class IndexBox(NamedTuple):
-    """A rectangular part of a tensor: its first index and its extent in each dimension."""
+    """A rectangular part of a tensor: its first index and its extent in each dimension.
+
+    For example, rows 4 to 7 of a matrix with 8 columns are ``IndexBox((4, 0), (4, 8))``.
+    """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 def merge_ranges(ranges: Iterable[ElementRange]) -> Iterator[ElementRange]:
-    """Merge adjacent ranges, and drop empty ones."""
+    """Merge adjacent ranges, and drop empty ones.
+
+    For example, ``[0, 4)``, ``[4, 6)`` and ``[8, 9)`` become ``[0, 6)`` and ``[8, 9)``.
+    """
     current: ElementRange | None = None
     for current_range in ranges:
         if current_range.start == current_range.stop:
@@ -57,7 +63,8 @@ def merge_ranges(ranges: Iterable[ElementRange]) -> Iterator[ElementRange]:
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[IndexBox]:
     """Yield the boxes that make up elements ``[start, stop)`` of a tensor of ``shape``, in row-major order.
 
-    There are at most two boxes for each dimension except the last.
+    There are at most two boxes for each dimension except the last. For example, elements ``[2, 8)`` of a tensor of
+    shape ``(3, 4)`` are the end of row 0, ``IndexBox((0, 2), (1, 2))``, and row 1, ``IndexBox((1, 0), (1, 4))``.
     """
     if start >= stop:
         return

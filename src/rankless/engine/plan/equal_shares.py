@@ -20,7 +20,8 @@ def split_evenly(file_ranges: Sequence[FileRange], index: int, count: int, grain
     """Return share number ``index`` of ``count`` shares: ranges adjacent in their files, about equally many bytes.
 
     A boundary inside a range leaves at least ``grain`` bytes on both sides and falls on a multiple of it in the file.
-    ``grain`` is at least :data:`MIN_SHARE`.
+    ``grain`` is at least :data:`MIN_SHARE`. For example, a range of 8 MiB at offset 0 gives two shares of 4 MiB each,
+    and a range of 1 MiB belongs to one share.
 
     Plans of saves call it for bytes that several ranks hold (:mod:`rankless.engine.plan.save_plan`), and conversions to
     divide their work.

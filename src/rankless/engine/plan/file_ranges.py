@@ -1,7 +1,8 @@
-"""Byte ranges in files: where the bytes of a tensor are stored, and the chunks in which they are moved.
+"""Byte ranges in files: where the bytes of a tensor are stored, and the chunks that move them.
 
 Saves and loads, plans and the execution of them use these types. No file range of a chunk crosses a block of its
-tensor, because the checksums in the files are those of blocks.
+tensor, because the files have one checksum for each block. For example, no range has the bytes on both sides of 16 MiB
+in a tensor.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def file_chunks(file_ranges: Iterable[FileRange]) -> Iterator[IoChunk]:
 
 
 def alternate_files(chunks: Iterable[IoChunk]) -> Iterator[IoChunk]:
-    """Yield chunks of the files in turn; those of one file stay in order."""
+    """Yield chunks of the files in turn; chunks of one file stay in order."""
     by_file: dict[int, list[IoChunk]] = {}
     for chunk in chunks:
         by_file.setdefault(chunk.file, []).append(chunk)
@@ -79,7 +80,10 @@ def tensor_chunks(file_ranges: Iterable[FileRange], limit: int | None = None) ->
 
 
 def split_at_blocks(file_range: FileRange) -> Iterator[FileRange]:
-    """Yield the parts of a range in each block of its tensor."""
+    """Yield the parts of a range in each block of its tensor.
+
+    For example, 10 to 20 MiB of a tensor give 10 to 16 MiB and 16 to 20 MiB.
+    """
     remaining = file_range
     while remaining.start < remaining.stop:
         size = min(remaining.stop - remaining.start, BLOCK_BYTES - remaining.start % BLOCK_BYTES)
@@ -106,7 +110,7 @@ def _split_at_boundaries(
 def _group_adjacent(
     file_ranges: Iterable[FileRange], starts_chunk: Callable[[FileRange], bool], limit: int
 ) -> Iterator[IoChunk]:
-    """Group ranges that are adjacent in a file. A range for which ``starts_chunk`` is true begins a new chunk."""
+    """Group ranges that are adjacent in a file. A range begins a new chunk if ``starts_chunk`` is true for it."""
     current: list[FileRange] = []
     file = offset = size = 0
     for file_range in file_ranges:

@@ -1,7 +1,7 @@
 """The ranks that may write each byte of the files of a save. Pure functions.
 
-A rank knows its own bytes. This map tells it, for a few bytes of a file, whose bytes lie next to its own: every rank
-derives the same answer from the specs of all ranks, without a message.
+A rank knows its own bytes. This map tells it, for a few bytes of a file, which ranks have the bytes next to its own.
+Every rank derives the same answer from the specs of all ranks, without a message.
 
 :mod:`rankless.engine.plan.save_plan` and, for conversions, :mod:`rankless.conversion.work_shares` build the map;
 :mod:`rankless.engine.plan.writer_cells` asks it on every rank, if several hosts write or parts are uploaded. All ranks
@@ -70,7 +70,7 @@ class WriterMap:
         }
 
     def _count_span(self, span: PlacedTensor) -> int:
-        """Count the bytes of a span, and return those of its kind before it."""
+        """Count the bytes of a span. Return the number of bytes of its kind before it."""
         kind = self._tensor_writers.kind_of(span.tensor)
         before = self._totals.get(kind, 0)
         self._totals[kind] = before + span.stop - span.start
@@ -99,7 +99,7 @@ class WriterMap:
         return fractions
 
     def first_tensor_start(self, file: int, start: int, stop: int) -> int:
-        """Return the first byte in ``[start, stop)`` at which a tensor begins; ``start`` if there is none."""
+        """Return the first byte in ``[start, stop)`` that begins a tensor; ``start`` if there is none."""
         starts = self._starts.get(file, [])
         number = bisect_right(starts, start - 1)
         return starts[number] if number < len(starts) and starts[number] < stop else start

@@ -2,7 +2,7 @@
 
 :meth:`SpecDirectory.build_global_spec <rankless.engine.comm.spec_directory.SpecDirectory.build_global_spec>` makes one
 on every rank after the exchange of specs of a save, load or live copy. :meth:`GlobalSpec.iter_tensors` runs in the next
-vote, in which its errors become common. The order of the tensors decides the numbers of tensors in plans, and must be
+vote, where its errors become common. The order of the tensors decides the numbers of tensors in plans, and must be
 equal on all ranks.
 """
 
@@ -31,10 +31,10 @@ _OUTSIDE = -1
 class GlobalTensor(msgspec.Struct, frozen=True):
     """A tensor of the checkpoint, its division, and the ranks that hold its shards.
 
-    ``layouts`` are those that its holders report; all have one division. ``whole_ranks`` hold the tensor undivided.
-    Shards of a ``shared`` tensor have equal values on all their holders. The tensor ``is_complete`` if all ranks of its
-    meshes are among the ``reporting_ranks``, whose specs name it. ``splits`` are the stored tensors, if it is not
-    stored as one tensor of its name. A tensor that is ``apart`` shares no file with tensors that are not.
+    ``layouts`` has the layouts that its holders report; all have one division. ``whole_ranks`` hold the tensor
+    undivided. Shards of a ``shared`` tensor have equal values on all their holders. The tensor ``is_complete`` if all
+    ranks of its meshes are among the ``reporting_ranks``: their specs name it. ``splits`` are the stored tensors, if it
+    is not stored as one tensor of its name. A tensor that is ``apart`` shares no file with tensors that are not.
     """
 
     group: str
@@ -162,7 +162,7 @@ class GlobalSpec(msgspec.Struct, frozen=True, eq=False, dict=True):
 
         Raises ``RankMismatchError`` if ranks describe a tensor differently.
 
-        Each rank iterates in the vote in which it plans. The order is that of the specs, and equal on all ranks.
+        Each rank iterates in the vote on its plan. The order comes from the specs, and is equal on all ranks.
         """
         naming: dict[tuple[str, str], list[tuple[int, TensorSpec]]] = {}
         for number, spec in enumerate(self.specs):
@@ -222,7 +222,7 @@ class GlobalSpec(msgspec.Struct, frozen=True, eq=False, dict=True):
         )
 
     def _lay_out_pieces(self, tensor: TensorSpec, naming: _Naming) -> _HolderTable:
-        """Return the holders of a tensor of which ranks hold other parts than a layout describes."""
+        """Return the holders of a tensor if ranks hold other parts of it than a layout describes."""
         reporting_ranks = self._ranks_of_specs([number for number, _ in naming])
         layout_of = dict(naming)
         key = tensor.group, tensor.name
@@ -249,7 +249,7 @@ class GlobalSpec(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def _names_in_pieces(self) -> set[tuple[str, str]]:
-        """The group and name of each tensor of which some rank holds other elements than the rule gives it."""
+        """The group and name of each tensor with ranks that hold other elements than the rule gives them."""
         return {key for table in self._pieces_by_table for key, held in table.items() if not held.is_empty_by_rule}
 
     def _divisions_of(self, number: int, layout: int | None) -> tuple[Division, ...]:

@@ -20,20 +20,24 @@ Coordinate = tuple[int, ...]
 
 
 class MeshShape(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
-    """A mesh of ranks. ``ranks`` are in row-major order."""
+    """A mesh of ranks. ``ranks`` are in row-major order.
+
+    For example, with shape ``(2, 2)`` and ranks ``(0, 1, 2, 3)`` rank 2 is at place ``(1, 0)``.
+    """
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
 
 
 class Replicated(msgspec.Struct, frozen=True, array_like=True, tag="r"):
-    """A placement in which every rank along this mesh dimension holds the same data."""
+    """A placement that gives every rank along this mesh dimension the same data."""
 
 
 class Sharded(msgspec.Struct, frozen=True, array_like=True, tag="s"):
     """A placement that splits dimension ``dim`` as ``torch.chunk`` does.
 
-    ``split`` is the factor of a ``_StridedShard``; 1 for a plain ``Shard``.
+    ``split`` is the factor of a ``_StridedShard``; 1 for a plain ``Shard``. For example, 5 rows on 4 ranks are shards
+    of 2, 2, 1 and 0 rows.
     """
 
     dim: int
@@ -43,7 +47,9 @@ class Sharded(msgspec.Struct, frozen=True, array_like=True, tag="s"):
 class FlatSharded(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     """A placement of a tensor that is part of a flattened parameter.
 
-    The tensor begins at element ``offset`` of the flat parameter, which is split every ``length`` elements.
+    The tensor begins at element ``offset`` of the flat parameter, which is split every ``length`` elements. For
+    example, with ``offset=10`` and ``length=16`` a tensor of 12 elements has elements 0-5 on the first rank and 6-11 on
+    the second one.
     """
 
     offset: int
@@ -51,7 +57,7 @@ class FlatSharded(msgspec.Struct, frozen=True, array_like=True, tag="f"):
 
 
 class BoxSharded(msgspec.Struct, frozen=True, array_like=True, tag="b", cache_hash=True):
-    """A placement in which each shard consists of boxes of the tensor: ``boxes`` has those of each shard.
+    """A placement where each shard consists of boxes of the tensor: ``boxes`` has the boxes of each shard.
 
     ``shards`` has the number of the shard of each rank along the mesh dimension; a division has none.
     """
@@ -74,7 +80,7 @@ class PlacementLayout(msgspec.Struct, frozen=True, array_like=True, cache_hash=T
 
     @property
     def division(self) -> Division:
-        """The mesh dimensions that divide the tensor; without those that replicate and those of one rank."""
+        """The mesh dimensions that divide the tensor, without dimensions that replicate or that have one rank."""
         if self.placements and isinstance(boxed := self.placements[0], BoxSharded):
             return ((len(boxed.boxes), BoxSharded(boxed.boxes)),)
         axes = zip(self.mesh.shape, self.placements, strict=True)
@@ -87,7 +93,11 @@ def is_dividing(placement: Placement, size: int) -> TypeGuard[Sharded | FlatShar
 
 
 def axes_by_dim(layout: PlacementLayout) -> dict[int, list[int]]:
-    """Return the mesh dimensions that divide each dimension of a tensor; those that divide it first come first."""
+    """Return the mesh dimensions that divide each dimension of a tensor; those that divide it first come first.
+
+    For example, on a ``(2, 4)`` mesh of FSDP2 and tensor parallelism, both along dimension 0 of a tensor, the result is
+    ``{0: [1, 0]}``: tensor parallelism divides first, so FSDP2 has ``Sharded(0, split=4)``.
+    """
     axes_of_dim: dict[int, list[int]] = {}
     for axis in reversed(range(len(layout.placements))):
         placement, size = layout.placements[axis], layout.mesh.shape[axis]
@@ -110,7 +120,11 @@ def intern_layout(layout: PlacementLayout) -> PlacementLayout:
 
 @lru_cache(maxsize=4096)
 def ranks_by_coordinate(layout: PlacementLayout) -> Mapping[Coordinate, tuple[int, ...]]:
-    """Return the ranks, ascending, that hold each shard."""
+    """Return the ranks, ascending, that hold each shard.
+
+    For example, a ``(2, 2)`` mesh of ranks 0 to 3 that replicates along its first dimension and shards along its second
+    one gives ``{(0,): (0, 2), (1,): (1, 3)}``.
+    """
     divides = list(map(is_dividing, layout.placements, layout.mesh.shape))
     holders: dict[Coordinate, list[int]] = {}
     for index, rank in enumerate(layout.mesh.ranks):

@@ -1,6 +1,6 @@
-"""The plan of a load: which ranks read which bytes, and send them to which ranks.
+"""The plan of a load: the bytes that each rank reads, and the ranks that it sends them to.
 
-It is a pure function of the tensors that all ranks load and of the own rank.
+It is a pure function of all ranks' tensors and of the own rank.
 
 :mod:`rankless.load.rank_reads` calls :func:`plan_load` on every rank, in the vote "matching the checkpoint with what it
 is loaded into". The order of the exchanged items must be the same on all ranks, or sends and receives do not match.

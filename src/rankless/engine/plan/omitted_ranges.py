@@ -23,7 +23,7 @@ from rankless.engine.plan.save_plan import SavePlan
 from rankless.engine.plan.stripe_owners import StripeTask
 from rankless.ondisk.data_files import DataFile
 
-#: A byte after that of every file.
+#: A position after the last byte of every file.
 _END = 2**62
 
 #: Ranges of bytes by the number of the file: ascending, and neither overlapping nor adjacent.
@@ -52,7 +52,7 @@ def omit_ranges(plan: SavePlan, omitted: OmittedRanges) -> SavePlan:
 
 
 def _remaining_received(received: TransferTable, omitted: OmittedRanges) -> TransferTable:
-    """Return the transfers without what is omitted. Only those that are cut are looked at one by one."""
+    """Return the transfers without the omitted bytes. Only those that are cut are looked at one by one."""
     is_kept, is_cut = np.ones(len(received.files), bool), np.zeros(len(received.files), bool)
     for file, ranges in omitted.items():
         first, last = np.searchsorted(received.files, (file, file + 1))

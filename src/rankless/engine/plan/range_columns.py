@@ -1,6 +1,7 @@
 """Ranges of bytes of tensors as columns of numbers. A shard that is written in stripes may have millions of them.
 
-:mod:`rankless.engine.integrity.base_comparison` uses them on each rank, to hash what an incremental save may share.
+:mod:`rankless.engine.integrity.base_comparison` uses them on each rank, to hash the bytes that an incremental save may
+share.
 """
 
 from __future__ import annotations

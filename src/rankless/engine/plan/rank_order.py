@@ -48,8 +48,9 @@ class _Writers(NamedTuple):
 def order_ranks(tensors: Iterable[GlobalTensor], size: int) -> tuple[int, ...]:
     """Return all ``size`` ranks, so ordered that ranks that write adjacent bytes are neighbours.
 
-    Tensors may be divided among the ranks in several ways. Each rank gets its place by the tensors of which it writes
-    most. Stripes are left out, which are large ranges, and tensors of one rank, which are next to no other's.
+    Tensors may be divided among the ranks in several ways. Each rank gets its place by the tensors that it writes most
+    of. Stripes are left out, because they are large ranges. So are tensors of one rank, because they are next to no
+    other rank's bytes.
     """
     tensor_counts: dict[_Holders, int] = {}
     for tensor in tensors:

@@ -100,7 +100,7 @@ class StripedShard(NamedTuple):
     spans: Sequence[TensorSpan]
 
     def iter_ranges(self) -> Iterator[FileRange]:
-        """Yield the ranges of the shard, of which there may be very many."""
+        """Yield the ranges of the shard. There may be very many."""
         return locate_shard(self.shard, lambda start, stop: list(_locate_range(self.spans, start, stop)))
 
 
@@ -108,7 +108,8 @@ class TensorSpan(NamedTuple):
     """Bytes ``[start, stop)`` of a tensor as ranks hold it, and their place in a file.
 
     They are stored in tensor number ``tensor`` from its byte ``at`` on, and in file number ``file`` from byte
-    ``offset`` on.
+    ``offset`` on. For example, ``TensorSpan(0, 64, 3, 0, 1, 4096)`` has the first 64 bytes: they are the beginning of
+    tensor 3, and lie at byte 4096 of file 1.
     """
 
     start: int
@@ -180,7 +181,7 @@ def plan_into_files(
     host_of: Sequence[int] = (),
     grain: CellGrain | None = None,
 ) -> SavePlan:
-    """Return the plan of ``rank`` for files whose layout is given. ``names`` are the stored tensors by number.
+    """Return the plan of ``rank`` for files with a given layout. ``names`` are the stored tensors by number.
 
     ``spans_by_tensor`` has the places of the bytes of each tensor that ranks hold, in an order that is the same on all
     ranks. A tensor may be stored as several tensors, and it may be stored twice. ``host_of`` and ``grain``
@@ -269,7 +270,7 @@ def _pack_groups(
 
 
 def _writer_ranks(tensor: GlobalTensor, coordinate: Coordinate) -> tuple[int, ...]:
-    """Return the holders of a shard whose value is saved."""
+    """Return the ranks that may write a shard: all its holders, or only the first if their values may differ."""
     holders = tensor.holder_ranks(coordinate)
     return holders if tensor.shared else holders[:1]
 
@@ -324,7 +325,7 @@ class _SavePlanBuilder:
             self.ranges_by_writers.setdefault(writers, []).extend(locate_shard(shard, locate_range))
 
     def _add_stripes(self, tensor: GlobalTensor, locate_range: Locate) -> None:
-        """Add the stripes that this rank owns, and those to which it sends its contribution."""
+        """Add the stripes that this rank owns, and the stripes that get a contribution from it."""
         self.stripe_tasks += (
             task
             for task in self._routes.route_tensor(tensor, locate_range)

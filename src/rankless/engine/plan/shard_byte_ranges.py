@@ -32,7 +32,8 @@ class LocalShard(msgspec.Struct, frozen=True, dict=True):
     """The bytes of a tensor that one rank holds: all combinations of some segments of indices on each axis.
 
     The axes of ``shape`` are the dimensions of the tensor; those that are never split are folded into the one before.
-    The last axis counts bytes. ``shape`` is the same for all shards of one division.
+    The last axis counts bytes. ``shape`` is the same for all shards of one division. For example, the left half of a
+    float32 tensor of shape ``(2, 8)`` has the shape ``(2, 32)``, and the segments ``[0, 2)`` and ``[0, 16)``.
     """
 
     shape: tuple[int, ...]
@@ -49,7 +50,10 @@ class LocalShard(msgspec.Struct, frozen=True, dict=True):
         return math.prod(self.index_counts)
 
     def iter_ranges(self) -> Iterator[ElementRange]:
-        """Return the ranges of bytes of the tensor, ascending."""
+        """Return the ranges of bytes of the tensor, ascending.
+
+        For example, the left half of a float32 tensor of shape ``(2, 8)`` has bytes ``[0, 16)`` and ``[32, 48)``.
+        """
         if len(self.shape) == 1:  # merged already, as the segments of every axis are
             return iter(self.segments[0])
         return merge_ranges(_iter_product(self.shape, self.segments))
@@ -81,7 +85,10 @@ class LocalShard(msgspec.Struct, frozen=True, dict=True):
         return self.nbytes // range_count if range_count else 0
 
     def bytes_before(self, position: int) -> int:
-        """Return the number of bytes of the shard that are before byte ``position`` of the tensor."""
+        """Return the number of bytes of the shard that are before byte ``position`` of the tensor.
+
+        For example, the right half of a float32 tensor of shape ``(2, 8)`` has 16 bytes before byte 40.
+        """
         bytes_per_index, inner, total = self.nbytes, math.prod(self.shape), 0
         if not bytes_per_index:
             return 0
@@ -122,7 +129,8 @@ class EvenShards(NamedTuple):
     """The shards of a tensor of ``nbytes`` bytes if they divide its bytes evenly, in the order of their numbers.
 
     Each shard is one range of ``size`` bytes. The first range begins ``shift`` bytes before the tensor, and the last
-    ones may go beyond its end.
+    ones may go beyond its end. For example, 10 rows of 8 bytes on 4 ranks have the ``size`` 24 and the ``shift`` 0, so
+    byte 50 is in shard 2.
     """
 
     size: int
@@ -192,7 +200,10 @@ def _box_ranges(shape: tuple[int, ...], size: int, box: IndexBox) -> Iterator[El
 def shard_shape(
     shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], place: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the shape of the shard that torch's rule gives to the rank at ``place`` in a mesh."""
+    """Return the shape of the shard that torch's rule gives to the rank at ``place`` in a mesh.
+
+    For example, ``Sharded(0)`` over 2 ranks divides the shape ``(5, 4)`` into ``(3, 4)`` and ``(2, 4)``.
+    """
     sizes = list(shape)
     for placement, count, index in zip(placements, mesh_shape, place, strict=True):
         if isinstance(placement, Sharded):
@@ -243,7 +254,10 @@ def _chunk_range(total: int, count: int, index: int) -> ElementRange:
 
 
 def _select_positions(segments: tuple[ElementRange, ...], chosen: list[ElementRange]) -> tuple[ElementRange, ...]:
-    """Return the parts of ``segments`` at the positions ``chosen`` among all their indices."""
+    """Return the parts of ``segments`` at the positions ``chosen`` among all their indices.
+
+    For example, positions ``[1, 3)`` of the segments ``[0, 2)`` and ``[10, 12)`` are ``[1, 2)`` and ``[10, 11)``.
+    """
     result, base = [], 0
     for start, stop in segments:
         for first, last in chosen:

@@ -1,8 +1,8 @@
 """Tensors that are stored as several tensors, each under a name of its own. Pure functions.
 
-``state/model`` makes splits of models whose parameters have several names or parts in a file, on each rank; they are a
-part of the spec. Plans of saves and the readers of such files follow them: both must agree on the order of the
-elements.
+``state/model`` makes splits on each rank, for models with parameters that have several names or parts in a file; they
+are a part of the spec. For example, one fused parameter of all experts is stored as one tensor for each expert. Plans
+of saves and the readers of such files follow them: both must agree on the order of the elements.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ _MAX_RANGES = 2**16
 class SplitLayout(msgspec.Struct, frozen=True, array_like=True):
     """Some elements of a tensor, and the stored tensor that contains them.
 
-    The elements are those of a strided view (``offset``, ``size``, ``stride``, counted in elements) of the tensor, in
-    row-major order. The stored tensor is called ``name`` and has the ``shape``; it holds them from element ``at`` on.
+    The elements form a strided view (``offset``, ``size``, ``stride``, counted in elements) of the tensor, in row-major
+    order. The stored tensor is called ``name`` and has the ``shape``; it holds them from element ``at`` on. For
+    example, row 1 of a tensor of shape ``(2, 3)``, stored as a tensor of its own, has ``offset`` 3, ``size`` ``(3,)``,
+    ``stride`` ``(1,)`` and ``at`` 0.
     """
 
     name: str
@@ -37,7 +39,7 @@ class SplitLayout(msgspec.Struct, frozen=True, array_like=True):
     stride: tuple[int, ...]
 
     def iter_ranges(self) -> Iterator[ElementRange]:
-        """Return the ranges of elements of the tensor, in the order in which they are stored."""
+        """Return the ranges of elements of the tensor, in stored order."""
         block, axes = self._block_axes
         steps = (range(0, size * step, step) if step else [0] * size for size, step in axes)
         starts = (self.offset + sum(step_offsets) for step_offsets in itertools.product(*steps))

@@ -72,7 +72,10 @@ StripeTask = OwnedStripe | RemoteStripe
 
 
 class StripeOwners(NamedTuple):
-    """The owners of the stripes of one tensor: ``ranks`` in turn, after ``taken`` turns for the tensors before it."""
+    """The owners of the stripes of one tensor: ``ranks`` in turn, after ``taken`` turns for the tensors before it.
+
+    For example, of ranks 0, 1 and 2 after 4 turns, rank 1 owns the first stripe, and rank 2 the second one.
+    """
 
     ranks: tuple[int, ...]
     taken: int

@@ -1,4 +1,4 @@
-"""Stripes: ranges of a tensor's bytes of which many ranks hold many small ranges. Pure functions.
+"""Stripes: ranges of a tensor's bytes where many ranks hold many small ranges. Pure functions.
 
 A stripe is assembled in memory from the contributions of all ranks, or distributed to them, so that storage sees one
 large request. Stripes are boxes of the tensor, so that a rank's part of one is moved by strided copies.
@@ -23,7 +23,7 @@ from rankless.storage.aligned_memory import Bytes
 #: The most bytes of a stripe.
 STRIPE = 8 * 2**20
 
-#: A shard whose ranges are shorter, in bytes, is moved in stripes (measured: see docs/design/decisions.md).
+#: A shard with shorter ranges than this, in bytes, is moved in stripes (measured: see docs/design/decisions.md).
 NARROW = 256 * 2**10
 
 #: One index range of each axis of a box: in the stripe, and in the shard's part of it.
@@ -36,7 +36,10 @@ def is_narrow(shard: LocalShard) -> bool:
 
 
 def split_into_stripes(shape: tuple[int, ...]) -> Iterator[ElementRange]:
-    """Yield the stripes of a tensor whose shards have ``shape``, in order."""
+    """Yield the stripes of a tensor with shards of ``shape``, in order.
+
+    For example, 4096 rows of 8192 bytes are 4 stripes of 1024 rows each.
+    """
     if not math.prod(shape):
         return
     axis, row = _split_axis(shape)
@@ -48,7 +51,7 @@ def split_into_stripes(shape: tuple[int, ...]) -> Iterator[ElementRange]:
 
 
 def count_stripes(shape: tuple[int, ...]) -> int:
-    """Return the number of stripes of a tensor whose shards have ``shape``."""
+    """Return the number of stripes of a tensor with shards of ``shape``."""
     if not math.prod(shape):
         return 0
     axis, row = _split_axis(shape)
@@ -56,7 +59,7 @@ def count_stripes(shape: tuple[int, ...]) -> int:
 
 
 def _split_axis(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the first axis of which one index fits into a stripe, and the bytes of such an index."""
+    """Return the first axis where one index fits into a stripe, and the bytes of such an index."""
     axis, row = 0, math.prod(shape[1:])
     while row > STRIPE:
         axis += 1

@@ -58,8 +58,8 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 class Spec(msgspec.Struct, frozen=True, array_like=True):
     """All tensors of one rank.
 
-    ``tied`` is ``{group: {tied name: stored name}}``; ``known_names`` are other names that the rank knows, by their
-    kind.
+    ``tied`` is ``{group: {tied name: stored name}}``, for example ``{"model": {"lm_head.weight": "embed.weight"}}``;
+    ``known_names`` are other names that the rank knows, by their kind.
     """
 
     layouts: tuple[LayoutSpec, ...] = ()
@@ -76,8 +76,9 @@ class HeldPieces(msgspec.Struct, frozen=True, array_like=True):
     """The parts that a rank holds of a tensor that is not divided by the rule of its layout.
 
     Either ``boxes`` of the tensor, or the ``sizes`` of its shard in each dimension: then the place of the shard follows
-    from the sizes of the shards before it. ``is_empty_by_rule`` is true if the rule, too, gives the rank no element,
-    in a shard of other sizes: only if other ranks hold more or less than their share does it matter where that is.
+    from the sizes of the shards before it. For example, a shard with ``sizes`` ``(5, 4)`` begins at row 3 if the shard
+    before it has 3 rows. ``is_empty_by_rule`` is true if the rule, too, gives the rank no element, in a shard of other
+    sizes: only if other ranks hold more or less than their share does it matter where that is.
     """
 
     sizes: tuple[int, ...] = ()
@@ -94,9 +95,9 @@ class NamedPieces(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Meshes(msgspec.Struct, frozen=True, array_like=True):
-    """The meshes of one rank's spec, over global ranks, and what the rank holds of tensors with other divisions.
+    """The meshes of one rank's spec, over global ranks, and the rank's pieces of tensors with other divisions.
 
-    Few tensors have such divisions, and most ranks none; what they hold differs on each rank.
+    Few tensors have such divisions, and most ranks none; the pieces differ on each rank.
     """
 
     table: tuple[MeshShape, ...] = ()

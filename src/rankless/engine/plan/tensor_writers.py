@@ -4,7 +4,7 @@ Most questions are about a few bytes, and an answer is a list of pieces. If the 
 of ranks have bytes in one cell of a file: then an answer has columns of numbers, and no loop looks at each piece.
 
 :mod:`rankless.engine.plan.file_writers` asks it on every rank while it plans a save from several hosts, an upload, or a
-conversion by several ranks. The turns of stripes must be those of
+conversion by several ranks. The turns of stripes must equal the turns in
 :class:`~rankless.engine.plan.stripe_owners.StripeRoutes`.
 """
 
@@ -80,7 +80,7 @@ def choose_share(writers: Writers, fraction: float) -> int:
 
 
 class TensorWriters(ABC):
-    """The ranks that may write the bytes of each tensor. ``numbers`` are those of the columns."""
+    """The ranks that may write the bytes of each tensor. The columns use ``numbers``."""
 
     def __init__(self) -> None:
         self.numbers = WriterNumbers()
@@ -103,7 +103,7 @@ class TensorWriters(ABC):
 
 
 class EqualWriters(TensorWriters):
-    """Tensors all bytes of which may be written by the same ranks."""
+    """Tensors where the same ranks may write all bytes."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class EqualWriters(TensorWriters):
 class ShardWriters(TensorWriters):
     """The ranks that hold a shard, or that assemble a stripe.
 
-    ``tensors`` are in the order in which :class:`StripeRoutes` routes them: both count the turns of ranks at stripes.
+    :class:`StripeRoutes` routes the ``tensors`` in the same order: both count the turns of ranks at stripes.
     """
 
     def __init__(self, tensors: Mapping[TensorKey, GlobalTensor], writers_of: WritersOf) -> None:
@@ -137,7 +137,7 @@ class ShardWriters(TensorWriters):
         self._kinds: dict[TensorKey, object] = {}
 
     def kind_of(self, key: TensorKey) -> object:
-        """Return a value that is equal for tensors whose first shards have the same writers, and for all in stripes.
+        """Return a value that is equal for tensors with the same writers of their first shards, and for all in stripes.
 
         Of the writers only the number and the ends are compared.
         """

@@ -1,11 +1,11 @@
-"""The layout of a tensor whose shards have other sizes than the rule of its placements gives them. Pure functions.
+"""The layout of a tensor with shards of other sizes than the rule of its placements gives them. Pure functions.
 
-A rank reports the boxes of the tensor that it holds, or only the sizes of its shard. Of sizes, the shards lie side by
-side in the order of their mesh, so each begins after the sizes of those before it. All boxes together must tile the
-tensor.
+A rank reports the boxes of the tensor that it holds, or only the sizes of its shard. If it reports sizes, the shards
+lie side by side in the order of their mesh, so each begins where the one before it ends. For example, shards of 5, 0
+and 3 rows begin at rows 0, 5 and 5. All boxes together must tile the tensor.
 
-:mod:`rankless.engine.plan.global_spec` calls it on every rank, inside the vote in which the rank plans; so its errors
-become common.
+:mod:`rankless.engine.plan.global_spec` calls it on every rank, inside the vote on the plan; so its errors become
+common.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ReportedPart(NamedTuple):
 
 
 def lay_out_pieces(subject: str, shape: tuple[int, ...], parts: Mapping[int, ReportedPart]) -> PlacementLayout | None:
-    """Return the layout of a tensor, given what each rank reports. ``None`` if every rank holds all of it.
+    """Return the layout of a tensor, given each rank's report. ``None`` if every rank holds all of it.
 
     Raises ``UnsupportedTensorError``, which names ``subject``, if sizes do not add up to the shape, or if boxes do not
     tile the tensor.
@@ -137,7 +137,7 @@ def _check_tiling(subject: str, shape: tuple[int, ...], shards: Sequence[tuple[I
 
 @lru_cache(maxsize=4096)
 def _explain_tiling(shape: tuple[int, ...], boxes: tuple[IndexBox, ...]) -> str:
-    """Return what is wrong with boxes that should tile a tensor; an empty string if nothing is."""
+    """Return a text about the fault of boxes that should tile a tensor; an empty string if there is none."""
     for first, other in _iter_overlaps(boxes):
         return f"the parts {_describe(first)} and {_describe(other)} overlap"
     lacking = math.prod(shape) - sum(math.prod(box.shape) for box in boxes)

@@ -30,12 +30,12 @@ from rankless.engine.plan.tensor_writers import Writers, choose_share
 #: The size of a cell in bytes: the largest page size of the platforms that Linux runs on.
 CELL_BYTES = 64 * 2**10
 
-#: The most groups of ranks whose bytes in one cell are placed one by one; a cell with more is crowded.
+#: The most groups of ranks in a cell with bytes that are placed one by one; a cell with more groups is crowded.
 MAX_GROUPS = 32
 
 
-#: Multiples of it, without their whole parts, are spread evenly. The cells of one tensor are written by the ranks at
-#: one fraction of each, those of the next tensor by those at another: so all ranks write as many.
+#: Multiples of it, without their whole parts, are spread evenly. The ranks at one fraction of each cell write the cells
+#: of one tensor, the ranks at another fraction the cells of the next tensor: so all ranks write as many.
 _GOLDEN_RATIO = 0.6180339887498949
 
 
@@ -48,7 +48,7 @@ class _PlacedPiece(NamedTuple):
 
 
 class _PlacedCell(NamedTuple):
-    """The pieces of a cell, by their first bytes; of a crowded cell, which has a ``receiver``, those of this rank."""
+    """The pieces of a cell, by their first bytes; of a crowded cell, which has a ``receiver``, only this rank's."""
 
     pieces: dict[int, _PlacedPiece]
     receiver: int | None = None
@@ -61,7 +61,7 @@ class _PlacedCell(NamedTuple):
 class CellPlan(msgspec.Struct, frozen=True):
     """The work of one rank: the file ranges that it has in its memory, and the bytes that it sends and receives.
 
-    Bytes that it sends are among the file ranges; the rank writes all others, and what it receives.
+    Bytes that it sends are among the file ranges; the rank writes all others, and the bytes that it receives.
     """
 
     file_ranges: Sequence[FileRange]
@@ -106,8 +106,8 @@ class CellPlanner:
     ) -> CellPlan:
         """Return the plan of this rank.
 
-        ``ranges_by_writers`` are the ranges of its shards, by the ranks that hold the same bytes, and ``stripe_ranges``
-        those of the stripes that it assembles.
+        ``ranges_by_writers`` has the ranges of its shards, by the ranks that hold the same bytes. ``stripe_ranges`` has
+        the ranges of the stripes that it assembles.
         """
         own: list[FileRange] = []
         for writers, file_ranges in ranges_by_writers.items():
@@ -188,7 +188,7 @@ class CellPlanner:
         return pieces
 
     def _place_gaps(self) -> None:
-        """Place the cells with bytes that belong to no tensor, of which their writer may hold nothing else."""
+        """Place the cells with bytes that belong to no tensor: their writer may hold nothing else of them."""
         for file in range(len(self._map.file_sizes)):
             for gap in self._map.iter_gaps(file):
                 for edge in gap:
@@ -243,7 +243,7 @@ class CellPlanner:
         return self._host_of[min(ranks, key=lambda rank: (abs(rank - shares[leading]), rank))]
 
     def _dealt_position(self, file: int, cell: int) -> int:
-        """Return the byte of a cell whose writer gets the whole cell."""
+        """Return the byte of a cell that decides: its writer gets the whole cell."""
         start, stop = cell * self._cell_bytes, min((cell + 1) * self._cell_bytes, self._map.file_sizes[file])
         fraction = self._map.tensor_number(file, start) * _GOLDEN_RATIO % 1
         return start + int(fraction * (stop - start))
@@ -263,7 +263,7 @@ class CellPlanner:
         return next(self._map.iter_pieces(file, first, first + 1)).writers[0]
 
     def _receive_crowded(self, file: int, cell: int) -> TransferTable:
-        """Return what this rank receives in a crowded cell: tens of thousands of pieces, in the worst case."""
+        """Return the pieces that this rank receives in a crowded cell: tens of thousands, in the worst case."""
         start, host = cell * self._cell_bytes, self._host_of[self._rank]
         starts, stops, numbers = self._map.tabulate_pieces(file, start, start + self._cell_bytes)
         unknown = self._map.numbers.writers[len(self._is_remote) :]

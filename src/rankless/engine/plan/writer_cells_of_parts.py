@@ -1,8 +1,9 @@
-"""Cells of files whose bytes ranks hold as an earlier job has left them: which rank writes which cell. Pure functions.
+"""The writers of cells, for bytes that lie on ranks as an earlier job left them. Pure functions.
 
-A plan of a save chooses who holds what; here that is given. Each cell with bytes of several ranks is written by one of
-them, and the others send it their bytes: by the one that has the byte at a fraction of the cell, another one for each
-cell, so that all ranks write about as many. Cells with bytes of a header belong to its rank.
+A plan of a save chooses the holder of each byte; here the holders are given. If several ranks have bytes in a cell, one
+of them writes it, and the others send it their bytes. The writer is the rank that has the byte at a fraction of the
+cell. Each cell has another fraction, so that all ranks write about as many. Cells with bytes of a header belong to its
+rank.
 
 :mod:`rankless.save.generation_content` calls :func:`plan_transfers` on every rank in the vote "preparing the drain", if
 the run is in an object store. The tables of all parts were sent to all ranks before. The result may depend on the
@@ -50,7 +51,7 @@ class CellTransfers(NamedTuple):
 
 
 def plan_transfers(held: HeldBytes, layout: CellLayout, rank: int) -> CellTransfers:
-    """Return what ``rank`` sends and receives, so that each cell has one writer."""
+    """Return the transfers that ``rank`` sends and receives, so that each cell has one writer."""
     pieces = _cut_at_cells(held, layout.grain.nbytes)
     order = np.lexsort((pieces.starts, pieces.files))
     pieces = HeldBytes(*(column[order] for column in pieces))

@@ -1,4 +1,4 @@
-"""The allow-list of Python's own types whose values are plain.
+"""The allow-list of Python's own types with plain values, such as ``collections.deque``.
 
 Each function checks its arguments before it makes a value: with other arguments, most types could allocate a lot of
 memory, or do something else.
@@ -29,7 +29,7 @@ _UUID_BITS = 128
 #: Units of work for an entry of a set or dict, and for the first entries of a namespace.
 _ENTRY, _FIRST = 4, 16
 
-#: Units of work for an empty deque, in addition to those of any object.
+#: Units of work for an empty deque, in addition to the units of any object.
 _DEQUE = 32
 
 #: The size of the state of a date or time, in bytes.

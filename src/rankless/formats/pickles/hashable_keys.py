@@ -15,7 +15,7 @@ from rankless.ondisk.read_budget import ReadBudget
 #: The most levels of nesting in a key, because hashing is recursive.
 _DEPTH = 8
 
-#: Types whose values are always keys, and cheap to hash.
+#: Types with values that are always valid keys, and cheap to hash.
 _CHEAP = frozenset({str, int, float, bool, bytes, type(None), complex})
 
 #: Units of work for hashing another object, such as a stored tensor.

@@ -16,7 +16,7 @@ from rankless.ondisk.read_budget import ReadBudget
 
 _DTYPE, _ARRAY, _SCALAR = "numpy.dtype", "numpy.ndarray", "numpy.generic"
 
-#: torch's names of the dtypes whose elements are plain numbers, by NumPy's codes; and the codes that torch lacks.
+#: torch's names of the dtypes of plain numbers, by NumPy's codes; and the codes that torch lacks.
 _TORCH_NAMES = {
     "b1": "bool",
     "c8": "complex64",

@@ -2,8 +2,8 @@
 
 Source: https://docs.python.org/3/library/pickletools.html
 
-:mod:`rankless.formats.pickles.unpickle` adds the opcodes for objects. Each handler charges what it builds to the
-budget.
+:mod:`rankless.formats.pickles.unpickle` adds the opcodes for objects. Each handler charges the objects that it builds
+to the budget.
 """
 
 from __future__ import annotations

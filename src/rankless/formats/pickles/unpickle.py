@@ -23,7 +23,7 @@ _RENAMED = {"builtins.xrange": "builtins.range", "builtins.unicode": "builtins.s
 #: The most characters of a global's name in messages.
 _MAX_SHOWN = 200
 
-#: Units of work for each object, in addition to those of its callable; and for a state.
+#: Units of work for each object, in addition to the units of its callable; and for a state.
 _OBJECT, _STATE = 24, 4
 
 

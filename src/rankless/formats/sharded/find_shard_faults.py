@@ -25,7 +25,7 @@ _SHARD = re.compile(
     r"(pytorch_model|model|pytorch_optim|optimizer)(\.[^-]+)?(-stage-\d{5})?.*-\d{5}\.(bin|safetensors)"
 )
 
-#: The folder in which pipeline stages write their indexes until these are merged.
+#: The folder where pipeline stages write their indexes until these are merged.
 _UNMERGED = "tmp_index_files"
 
 _MIB = 2**20

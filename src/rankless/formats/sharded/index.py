@@ -71,7 +71,7 @@ def two_saves_error(index: Path, single: Path) -> FormatError:
 
 
 def files_named_by(folder: Path, names: Iterable[str]) -> set[str]:
-    """Return those of ``names`` that are in a folder, and the files that the indexes among them name."""
+    """Return the ``names`` that are in a folder, and the files that the indexes among them name."""
     files: set[str] = set()
     for name in names:
         if store_of(folder).is_file(folder / name):

@@ -66,7 +66,7 @@ def _rebuild_tensor_v2(budget: ReadBudget, storage: Any, offset: Any, shape: Any
 
 
 def _rebuild_tensor_v3(budget: ReadBudget, storage: Any, offset: Any, shape: Any, strides: Any, *options: Any) -> Any:
-    """Return a tensor, like version 2, whose ``options`` have a dtype after the hooks."""
+    """Return a tensor, like version 2, but with a dtype after the hooks in ``options``."""
     _, _, dtype, *bits = options
     if not isinstance(dtype, TorchDtype):
         raise TypeError("a tensor's dtype must be a torch.dtype")

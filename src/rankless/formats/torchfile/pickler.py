@@ -1,4 +1,4 @@
-"""Writing a pickle as ``torch.save`` does, for trees whose tensors are only described and not in memory.
+"""Writing a pickle as ``torch.save`` does, for trees with tensors that are only described and not in memory.
 
 The bytes equal those that torch's pickler writes for the same tree, so that files can be compared with torch's own.
 
@@ -37,7 +37,7 @@ class PickledGlobal:
 
 @dataclass(frozen=True, eq=False)
 class PickledObject:
-    """An object of the class ``kind`` whose state is a dict of attributes."""
+    """An object of the class ``kind`` with a dict of attributes as its state."""
 
     kind: PickledGlobal
     state: Mapping[str, Any]
@@ -45,7 +45,7 @@ class PickledObject:
 
 @dataclass(frozen=True, eq=False)
 class StorageRef:
-    """A contiguous tensor whose elements are in the file's storage number ``storage``, outside of the pickle."""
+    """A contiguous tensor with its elements in the file's storage number ``storage``, outside of the pickle."""
 
     info: TensorInfo
     storage: int
@@ -86,7 +86,7 @@ class RecordPickler(_Python):  # type: ignore[misc]
     dispatch: ClassVar[dict[type, Callable[..., None]]] = dict(_Python.dispatch)
 
     def persistent_id(self, obj: Any) -> Any:
-        """Return the id of a storage, whose bytes are outside of the pickle; ``None`` for all other objects."""
+        """Return the id of a storage, because its bytes are outside of the pickle; ``None`` for all other objects."""
         return _storage_id(obj) if type(obj) is _Storage else None
 
     def _save_global(self, obj: PickledGlobal) -> None:

@@ -4,7 +4,8 @@ So several processes can write the storages in any order. The bytes that depend 
 Source: ``caffe2/serialize/inline_container.cc`` of torch 2.13, and the miniz that comes with it.
 
 The writer of the files of NeuronX Distributed lays files out with it, in the process of rank 0
-(:mod:`rankless.nxd.writer.rank_file_plan`). torch reads the bytes, so their form must stay that of ``torch.save``.
+(:mod:`rankless.nxd.writer.rank_file_plan`). torch reads the bytes, so they must keep the form that ``torch.save``
+writes.
 """
 
 from __future__ import annotations

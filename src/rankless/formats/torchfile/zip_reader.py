@@ -1,4 +1,4 @@
-"""Reading the directory of a zip file whose entries are not compressed, so that their bytes can be read in place.
+"""Reading the directory of a zip file without compressed entries, so that their bytes can be read in place.
 
 Source: PKWARE's APPNOTE.TXT 6.3.10, as miniz writes it for torch.
 
@@ -158,7 +158,7 @@ def _iterate_members(raw: bytes, number: int, window: FileWindow) -> Iterator[Zi
 
 
 def _with_64bit_values(extra: bytes, *numbers: int) -> list[int]:
-    """Return ``numbers`` (size, packed size, offset), with those of more than 32 bits taken from the extra field."""
+    """Return ``numbers`` (size, packed size, offset). Numbers of more than 32 bits come from the extra field."""
     values = _parse_zip64_extra(extra)
     return [next(values, number) if number == _WIDE else number for number in numbers]
 

@@ -69,10 +69,10 @@ def value_at(tree: Any, path: Path) -> Any:
 
 @dataclass(frozen=True)
 class Schema:
-    """The keys at the top of a tree under which a known system stores its components, by kind.
+    """The keys of a known system's components at the top of a tree, by kind.
 
-    A key whose value has another structure than the kind requires is no component. Of several models the first counts,
-    and the others must be the same tensors; several optimizers are those of one model, in their order.
+    If a key's value has another structure than its kind requires, the key is no component. Of several models the first
+    counts, and the others must be the same tensors; several optimizers belong to one model, in their order.
     """
 
     model: tuple[str, ...] = ()

@@ -1,7 +1,8 @@
-"""The expanded size of a tree, in which a value that is referenced several times counts several times.
+"""The expanded size of a tree: a value that is referenced several times counts several times.
 
-A pickle can reference one value many times, and walking, comparing or printing the tree visits it as often. So this
-size is charged to the budget before the tree is walked. Computing it examines each value once.
+A pickle can reference one value many times, and walking, comparing or printing the tree visits it as often. For
+example, 40 lists that each have the next one twice expand to more than 2**40 values. So this size is charged to the
+budget before the tree is walked. Computing it examines each value once.
 
 :mod:`rankless.formats.tree.tree_contents` and readers of other systems call it before they walk an unpickled tree.
 """

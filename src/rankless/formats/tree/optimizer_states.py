@@ -21,7 +21,7 @@ from rankless.ondisk.hash_limits import has_safe_hash
 from rankless.ondisk.read_budget import ReadBudget
 from rankless.ondisk.value_files import BY_NUMBER, DIMENSION_ORDER, IN_STATE_DICT, ORDERED, OWN_STATE
 
-#: The two parts of an optimizer's state dict, and what the names of a flattened one begin with.
+#: The two parts of an optimizer's state dict, and the prefixes of the names in a flattened one.
 STATE, GROUPS = "state", "param_groups"
 
 #: The keys of a group that list its parameters; all other keys are settings.
@@ -51,8 +51,8 @@ class ParsedOptimizer:
     """An optimizer: its parameter groups, and the states of its parameters by name.
 
     With ``by_number`` the parameters have no names, but are identified by their number, counted over all groups.
-    ``kind`` is the name of its class, which only files of rankless have. ``own`` is what it keeps besides states and
-    settings, in the form of ``state.json``.
+    ``kind`` is the name of its class, which only files of rankless have. ``own`` has the values that it keeps besides
+    states and settings, in the form of ``state.json``.
     """
 
     groups: Sequence[OptimizerGroup]
@@ -90,7 +90,7 @@ class ParsedOptimizer:
 
 
 def _iterate_plain(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what the states of a parameter are besides tensors: other values, and orders of dimensions of tensors."""
+    """Yield the parts of a parameter's states that are no tensors: other values, and tensors' orders of dimensions."""
     for state, value in states.items():
         if not is_tensor(value):
             yield state, value
@@ -196,7 +196,10 @@ def _get_list(group: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 
 def _parse_flattened(node: Mapping[str, Any], clean: Clean, budget: ReadBudget) -> ParsedOptimizer:
-    """Parse ``state.FQN.name`` and ``param_groups.FQN.setting``. Parameters with equal settings get into one group."""
+    """Parse ``state.FQN.name`` and ``param_groups.FQN.setting``. Parameters with equal settings get into one group.
+
+    For example, ``state.fc.weight.exp_avg`` is the state ``exp_avg`` of ``fc.weight``.
+    """
     budget.spend(_PARAMETER * len(node))
     settings_by_param, states = (
         _clean_names(_iterate_parameters(node, section), clean, section) for section in (GROUPS, STATE)
@@ -240,7 +243,8 @@ def _iterate_parameters(node: Mapping[str, Any], section: str) -> Iterator[tuple
 def merge_optimizers(optimizers: Sequence[ParsedOptimizer]) -> ParsedOptimizer | None:
     """Return several optimizers as one, or ``None`` if two of them have a parameter of the same name.
 
-    If parameters are identified by number, the number of their optimizer is put before it: ``1.0``.
+    If parameters are identified by number, the number of their optimizer is put before it: for example, ``1.0`` is the
+    first parameter of the second optimizer.
     """
     if len(optimizers) == 1:
         return optimizers[0]

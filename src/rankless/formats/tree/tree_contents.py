@@ -40,7 +40,7 @@ from rankless.ondisk.wrapper_prefixes import wrapper_cleaner
 #: The group of the tensors inside of values.
 STATE = "state"
 
-#: Units of work for a scheduler, of which there are few.
+#: Units of work for a scheduler. There are few of them.
 _SCHEDULER = 32
 
 #: The keys of rankless's own values beyond models, optimizers and schedulers; converted checkpoints keep them.
@@ -138,8 +138,8 @@ def classify_tree(
 
     Args:
         tree: The tree.
-        keys: Components that are not detected, by slot: ``{"model": "app.net"}``.
-        budget: The budget of the checkpoint, to which the size of the tree's file has been added.
+        keys: Components that are not detected, by slot, for example ``{"model": "app.net"}``.
+        budget: The budget of the checkpoint. It has the size of the tree's file already.
         source: The name of the file, for messages.
         schema: Where the components of a known system are. No others are searched for then.
 
@@ -168,7 +168,7 @@ def as_user_content(tree: Any, budget: ReadBudget, source: str) -> TreeContents:
 def from_components(
     slots: Mapping[str, Any], values: Mapping[str, Any], budget: ReadBudget, source: str
 ) -> TreeContents:
-    """Return the contents of components whose slots are known: ``model``, ``optimizer``, ``scheduler``.
+    """Return the contents of components with known slots, such as ``model``, ``optimizer`` and ``scheduler``.
 
     ``values`` are added to the tree of values as they are.
     """
@@ -215,7 +215,10 @@ def _collect_components(
 
 
 def _check_groups(contents: TreeContents) -> None:
-    """Raise ``FormatError`` if two tensors have the same name with their group as prefix: ``model/ema/w``."""
+    """Raise ``FormatError`` if two tensors have the same name with their group as prefix.
+
+    For example, ``ema/w`` in the group ``model`` and ``w`` in the group ``model/ema`` are both ``model/ema/w``.
+    """
     if any("/" in group for group in contents.groups):
         entries = (((group, name), None) for group, names in contents.groups.items() for name in names)
         index_by_name(entries, "/".join)
@@ -271,8 +274,8 @@ def _choose_names(
 ) -> Callable[[str], str]:
     """Return the function that strips wrapper prefixes from the names of an optimizer's parameters.
 
-    An optimizer may have been made before its model was wrapped, so its names tell more than those of the model, if
-    they become ``known`` ones. With the parameters that are not trained they may tell less.
+    An optimizer may have been made before its model was wrapped. So its own names tell more than the model's, if they
+    become ``known`` ones. With the parameters that are not trained they may tell less.
     """
     names = list_names(node)
     own = wrapper_cleaner(names)

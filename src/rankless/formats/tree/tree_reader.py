@@ -19,7 +19,7 @@ from rankless.storage.store import list_versions, store_of
 #: How many times as many bytes as the files the tensors may have, because they can share storages; and how many more.
 _SHARED, _LEAST = 4, 2**20
 
-#: Of how many files of a file system the versions are noted: what replaces a checkpoint replaces all of its files.
+#: The most files of a file system with versions that are noted: a new checkpoint at the path replaces all of its files.
 _NOTED = 64
 
 

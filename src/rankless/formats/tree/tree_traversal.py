@@ -45,12 +45,12 @@ _PLAIN = frozenset(
 
 
 def show_path(path: Path) -> str:
-    """Return a path for messages, ``model.layers.0``. It is the same on all ranks."""
+    """Return a path for messages, for example ``model.layers.0``. It is the same on all ranks."""
     return ".".join(_part_text(part)[:_SHOWN] for part in path)
 
 
 def show_key_path(path: Path) -> str:
-    """Return a path for messages in which keys of different types differ: ``['a'][1]``."""
+    """Return a path for messages that shows the types of keys, for example ``['a'][1]``."""
     return "".join(f"[{repr(part)[:_SHOWN] if isinstance(part, _WRITTEN) else _part_text(part)}]" for part in path)
 
 
@@ -64,7 +64,7 @@ def _part_text(part: Any) -> str:
 
 
 def path_name(path: Path, budget: ReadBudget) -> str:
-    """Return the path joined by dots: a name of any length, in which lone surrogates are escaped."""
+    """Return the path joined by dots: a name of any length. Lone surrogates in converted keys are escaped."""
     name = ".".join(part if type(part) is str else _part_text(part) for part in path)
     budget.spend_memory(len(name) + 8 * len(path))
     return name
@@ -84,12 +84,12 @@ def join_path(path: Path, budget: ReadBudget) -> str:
 
 
 def is_extra(key: object) -> bool:
-    """Return whether a key of a model's state dict is that of extra state, which is read as a value."""
+    """Return whether a key of a model's state dict is a key of extra state, which is read as a value."""
     return isinstance(key, str) and key.endswith(_EXTRA)
 
 
 def iterate_leaves(tree: Mapping[Any, Any], budget: ReadBudget, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the entries of a model's state dict with their paths, including those of nested dicts."""
+    """Yield the entries of a model's state dict with their paths, including entries of nested dicts."""
     for key, value in tree.items():
         budget.spend(_ENTRY + len(path))
         here = (*path, key)
@@ -136,7 +136,7 @@ _TABLES = frozenset({dict, OrderedDict, Counter})
 
 
 def rebuild_tree(value: Any, leaf: Leaf) -> Any:
-    """Return a copy of a tree in which values that are neither plain nor containers are replaced by those of ``leaf``.
+    """Return a copy of a tree: ``leaf`` replaces the values that are neither plain nor containers.
 
     A value that is referenced several times is copied once, and the copy is referenced several times.
     """

@@ -34,5 +34,8 @@ def index_by_name(entries: Iterable[tuple[Path, Any]], name_of: Callable[[Path],
 
 
 def index_by_text(table: Mapping[Any, Any], path: Path) -> dict[str, Any]:
-    """Return the entries of a dict by their keys as text. Raises ``FormatError`` if two keys have the same text."""
+    """Return the entries of a dict by their keys as text.
+
+    Raises ``FormatError`` if two keys have the same text, for example ``1`` and ``"1"``.
+    """
     return index_by_name((((*path, key), value) for key, value in table.items()), lambda key_path: str(key_path[-1]))

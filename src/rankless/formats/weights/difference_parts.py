@@ -1,7 +1,7 @@
 """The parts of a delta, open for reading: the changes of a tensor as layers over its older bytes.
 
 :mod:`rankless.formats.weights.version_reader` opens them in each process that reads a version; the threads that read
-tensors apply the layers. What a part says of its ranges is checked before any memory is taken for them. That the result
+tensors apply the layers. The table of ranges in a part is checked before any memory is taken for them. That the result
 is right is proven by the CRCs of the version, so the bytes of streams are not verified here.
 """
 
@@ -73,7 +73,7 @@ class TensorWords(msgspec.Struct, frozen=True):
 
 
 class DifferencePart(msgspec.Struct, frozen=True, eq=False):
-    """A part whose table was read, and checked."""
+    """A part after its table was read and checked."""
 
     path: Path
     data_start: int
@@ -112,7 +112,7 @@ def open_part(folder: Path, part: PublishedFile, tensors: Sequence[TensorWords])
 
 
 def _check_table(table: _Table, data_size: int, tensors: Sequence[TensorWords], path: Path) -> None:
-    """Raise ``CorruptCheckpointError`` unless all rows are ranges of tensors, in order, whose streams are there."""
+    """Raise ``CorruptCheckpointError`` unless all rows are ranges of tensors, in order, and have their streams."""
     widths = np.array([tensor.word.itemsize for tensor in tensors], np.int64)
     counts = np.array([tensor.count for tensor in tensors], np.int64)
     tensor, start, count, changed = (table[:, column] for column in (TENSOR, START, COUNT, CHANGED))

@@ -22,7 +22,7 @@ Kept = TypeVar("Kept", bound=_HasSize)
 class RecentlyUsed(Generic[Kept]):
     """The values that were made last, by their keys, up to a number of bytes. Of several threads one makes a value.
 
-    The threads that read a version ask for what they need.
+    The threads that read a version ask for the values that they need.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -32,7 +32,7 @@ class RecentlyUsed(Generic[Kept]):
         self._turns: dict[Hashable, threading.Lock] = {}
 
     def find(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
-        """Return what is kept, or make it."""
+        """Return the kept object of this key, or make it."""
         with self._lock:
             turn = self._turns.setdefault(key, threading.Lock())
         with turn:

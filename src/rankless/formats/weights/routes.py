@@ -1,4 +1,6 @@
-"""The cheapest way to a version: from what a reader has, or from an anchor, over deltas. Pure but for the manifests.
+"""The cheapest way to a version: from a version that a reader has, or from an anchor, over deltas.
+
+Pure but for the manifests.
 
 Followers and the reader of a version call it, each process for itself. A way never leads back to an older version.
 """
@@ -30,9 +32,11 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Route(msgspec.Struct, frozen=True):
-    """A way to a version. It begins at ``start``, whose files are in the folder ``anchor``; empty if the reader has it.
+    """A way to a version, from ``start``. The files of ``start`` are in the folder ``anchor``.
 
-    ``nbytes`` is the size of all that must be read.
+    ``anchor`` is empty if the reader has ``start``. ``nbytes`` is the size of all that must be read. For example, a
+    follower at version 7 reaches version 9 by two steps, the deltas from 7 to 8 and from 8 to 9, or by a delta from 7
+    to 9 if there is one.
     """
 
     start: VersionKey
@@ -52,8 +56,8 @@ def find_route(
 
     Beyond a number of versions the search ends, and the best way is returned that was found so far.
 
-    ``have`` are versions that the reader has at no cost. ``avoided`` are folders whose files are missing or corrupt.
-    Raises ``NoCheckpointError`` if there is no way, because versions were removed; ``CorruptCheckpointError`` or
+    ``have`` are versions that the reader has at no cost. ``avoided`` are folders with missing or corrupt files. Raises
+    ``NoCheckpointError`` if there is no way, because versions were removed; ``CorruptCheckpointError`` or
     ``StorageError`` if the manifest of one is corrupt or cannot be read.
     """
     unread: list[Exception] = []
@@ -100,9 +104,9 @@ def _extend(way: Route, manifest: VersionManifest, avoided: Collection[str], old
 
 
 def _find_manifest(key: VersionKey, read_manifest: ReadManifest, unread: list[Exception]) -> VersionManifest | None:
-    """Return the manifest of a version; ``None`` if it was removed, or is that of another publisher.
+    """Return the manifest of a version; ``None`` if it was removed, or belongs to another publisher.
 
-    So it is if it is corrupt, or cannot be read: ``unread`` gets the error.
+    Return ``None``, too, if it is corrupt, or cannot be read: ``unread`` gets the error.
     """
     try:
         manifest = read_manifest(key.number)

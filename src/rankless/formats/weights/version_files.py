@@ -21,7 +21,7 @@ from rankless.storage.store import store_of
 
 
 def manifest_path(directory: Path, number: int) -> Path:
-    """Return the path of the manifest of a version: what opens this version, and no other."""
+    """Return the path of the manifest of a version. This path opens this version, and no other."""
     return directory / WEIGHT_VERSIONS / manifest_name(number)
 
 

@@ -1,6 +1,6 @@
-"""The reader of one published version: a model whose files need not exist.
+"""The reader of one published version: a model that needs no files of its own.
 
-The headers are in the manifest, with the CRCs of all blocks. The bytes are those of an older version, the base, with
+The headers are in the manifest, with the CRCs of all blocks. The bytes come from an older version, the base, and from
 the differences of all deltas on the way. So every load, conversion and verification reads any version in any layout,
 and proves it as it proves files.
 
@@ -40,7 +40,7 @@ from rankless.storage.store import store_of
 class WeightsReader:
     """A reader of one version. See :class:`rankless.formats.reader.Reader`.
 
-    ``route`` leads to it from ``base``, a folder with the model files of the version at which the route begins.
+    ``route`` leads to it from ``base``, a folder with the model files of the route's first version.
     """
 
     format = "weights"
@@ -105,7 +105,7 @@ class WeightsReader:
         return [FileExtent(self._sources[stored], extent.start, extent.start, extent.stop) for extent in extents]
 
     def changed_files(self) -> set[str]:
-        """Return the names of the model files that differ from those of the base in bytes of tensors."""
+        """Return the names of the model files that differ from the base's files in bytes of tensors."""
         changed = {source.file.name for source in self._sources.values() if source.layers}
         return changed & {file.name for file in self.manifest.files}
 
@@ -139,7 +139,7 @@ class WeightsReader:
 
 
 def _list_tensors(files: Sequence[SafetensorsFile]) -> Iterator[TensorWords]:
-    """Yield the tensors in the order in which parts number them."""
+    """Yield the tensors in the order of their numbers in parts."""
     for file in files:
         for name, entry in sorted(file.header.entries.items(), key=lambda item: (item[1].data_offsets, item[0])):
             yield TensorWords(name, entry.nbytes, dtype_width(entry.dtype))
@@ -148,8 +148,8 @@ def _list_tensors(files: Sequence[SafetensorsFile]) -> Iterator[TensorWords]:
 def open_version(path: Path, keys: Mapping[str, str]) -> WeightsReader:
     """Return the reader of a version by the path of its manifest, or of the newest version of a weights directory.
 
-    Raises ``NoCheckpointError`` if the version, or what it is based on, was removed; ``CorruptCheckpointError`` if
-    files that its manifest names are missing or corrupt.
+    Raises ``NoCheckpointError`` if the version, or a version that it is based on, was removed;
+    ``CorruptCheckpointError`` if files that its manifest names are missing or corrupt.
     """
     if keys:
         raise InvalidArgumentError(f"{path} has published weights of one model: leave out keys")

@@ -20,7 +20,7 @@ from rankless.engine.plan.split_tensors import SplitLayout
 
 _TO = torch.ops.aten._to_copy.default  # noqa: SLF001
 
-#: Operations whose result has the elements of their first argument, in the same order.
+#: Operations that return the elements of their first argument, in the same order.
 _COPIES = {torch.ops.aten.clone.default, _TO}
 
 #: Operations that concatenate tensors, if the dimension is 0.
@@ -94,7 +94,7 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _copied_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[torch.Tensor]:
-    """Return the tensors without data whose elements, concatenated, are the result of an operation."""
+    """Return the tensors without data that an operation concatenates: its result has their elements in order."""
     if func in _COPIES:
         sources: Sequence[Any] = args[:1]
     elif func in _CONCATENATIONS and (args[1] if len(args) > 1 else kwargs.get("dim", 0)) == 0:

@@ -1,4 +1,4 @@
-"""A model whose trained parameters are in tensors that another system keeps and divides among ranks.
+"""A model with trained parameters in tensors that another system keeps and divides among ranks.
 
 :mod:`rankless.deepspeed` passes such models to saves and loads, on each rank;
 :mod:`rankless.state.model.model_traversal` views them.
@@ -16,7 +16,7 @@ from rankless.state.model.flat_shards import FlatShard
 
 
 class FlatModel(msgspec.Struct, frozen=True):
-    """A model, some of whose parameters are stored as other tensors: as fp32 master weights, whole or divided.
+    """A model with parameters that are stored as other tensors: as fp32 master weights, whole or divided.
 
     Attributes:
         module: The module, which provides all other tensors.

@@ -16,8 +16,10 @@ class FlatShard(msgspec.Struct, frozen=True):
     """One parameter that is a part of a flat parameter, and the shard of it on this rank.
 
     The rank with coordinate ``i`` in the last dimension of the mesh holds, of the parameter's elements in row-major
-    order, the range ``[i * length - offset, (i + 1) * length - offset)``, clipped to the parameter. FSDP1's
-    HYBRID_SHARD has a replicating dimension before it; the mesh of NO_SHARD, and of a single rank, is ``(ranks, 1)``.
+    order, the range ``[i * length - offset, (i + 1) * length - offset)``, clipped to the parameter. For example, with
+    ``length`` 16 and ``offset`` 10, ranks 0 and 1 hold elements 0 to 5 and 6 to 11 of a parameter with 12 elements.
+    FSDP1's HYBRID_SHARD has a replicating dimension before it. NO_SHARD, and a single rank, have the mesh
+    ``(ranks, 1)``.
 
     ``local`` are those elements, live, 1-D and of full precision; ``start_in_shard`` is their offset in the rank's
     shard of the flat parameter. ``parameter`` is the object that an optimizer holds: the parameter itself, or the flat

@@ -1,4 +1,4 @@
-"""The layout in which a model's tensors are stored: that of transformers for its models, else that of the memory.
+"""The layout of a model's stored tensors: the layout of transformers for its models, else the layout in memory.
 
 Saves of a model in the layout of transformers ask it on each rank (``components/``), training saves on rank 0, for
 their file with the layout (:mod:`rankless.save.hub_layout`). The result decides the bytes of files.
@@ -26,7 +26,7 @@ class StoredLayout(msgspec.Struct, frozen=True):
 
 
 def stored_layout(model: object, infos: Mapping[str, TensorInfo]) -> StoredLayout:
-    """Return the tensors that transformers stores for a model, whose tensors are given by name, dtype and shape.
+    """Return the tensors that transformers stores for a model, given the name, dtype and shape of the model's tensors.
 
     For other models the tensors are stored unchanged; some models have tensors that are not stored. Raises
     ``UnsupportedTensorError`` if the conversion does more than move elements, in few enough ranges.

@@ -1,7 +1,7 @@
 """Configuration files that make a directory of weights a model of transformers or diffusers.
 
-:mod:`rankless.state.capture` puts the files into a save on each rank, of which rank 0 writes its own. The names and
-contents are what transformers and diffusers read.
+:mod:`rankless.state.capture` puts the files into a save on each rank, and rank 0 writes its own. transformers and
+diffusers read these names, such as ``config.json``, and contents.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def pretrained_files(parts: Sequence[object]) -> Iterator[tuple[str, bytes]]:
     """Yield the names and contents of the configuration files of a model, given by its parts.
 
     There are none for models of neither transformers nor diffusers, for wrappers that only expose the configuration of
-    the wrapped model, and for models with PEFT adapters: their tensors have other names, so transformers would
-    initialize weights that it does not find.
+    the wrapped model, and for models with PEFT adapters. The tensors of these models have other names, so transformers
+    would initialize weights that it does not find.
     """
     model = parts[0].module if isinstance(parts[0], FlatModel) else parts[0]
     module = unwrap_model(model) if isinstance(model, nn.Module) else None
@@ -70,7 +70,7 @@ def class_before_sharding(module: nn.Module) -> type[nn.Module]:
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    """Return whether the configuration is that of a model inside the module, or of the model without its adapters."""
+    """Return whether the configuration belongs to a model inside the module, or to the model without its adapters."""
     if has_adapters(name for name, _ in module.named_modules()):
         return True
     return not _is_pretrained(module) and any(map(_is_pretrained, module.modules()))

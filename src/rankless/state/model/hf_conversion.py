@@ -1,6 +1,6 @@
 """transformers' own conversion of a model's tensors: it fuses, divides and reorders them in files, such as experts.
 
-The conversion, reversed as ``save_pretrained`` does, is run on tensors without data, whose elements are tracked.
+The conversion, reversed as ``save_pretrained`` does, is run on tensors without data, and their elements are tracked.
 
 It runs on each rank for itself, without communication; all ranks must get the same layout of the same model.
 """
@@ -43,7 +43,7 @@ def convert_infos(
 
 
 class _WithoutContiguous(TorchFunctionMode):
-    """A mode in which ``contiguous()`` does not copy, so that parts of a result remain views of its origin."""
+    """A mode where ``contiguous()`` does not copy, so that parts of a result remain views of its origin."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,7 +1,7 @@
 """Proof that initializers set tensors, found by running them on copies of the model that share no tensor with it.
 
 An initializer runs several times, from the same states of the random number generators. All memory that it gets without
-values has another pattern in each run. What differs afterwards depends on such memory.
+values has another pattern in each run. Tensors that differ afterwards depend on such memory.
 
 It runs on each rank while a load matches, before anything has changed; afterwards the generators are as before.
 """

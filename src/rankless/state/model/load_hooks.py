@@ -1,7 +1,7 @@
 """Hooks and overrides of ``load_state_dict`` that modules have, run after their tensors were filled.
 
 A load fills tensors in place. Then ``load_state_dict`` is called with the model's own state dict, as torch's DCP does:
-its tensors are those of the model, so nothing is copied, and hooks see their values.
+it has the model's own tensors, so nothing is copied, and hooks see their values.
 
 :mod:`rankless.state.restore` runs the hooks on each rank in the vote "putting values in place", after all tensors are
 filled. They must run after that: they see the loaded values.
@@ -24,11 +24,11 @@ from rankless.state.model.wrapper_modules import NameCleaner
 from rankless.state.tensor_views import local_tensor
 from rankless.state.user_objects import loading_code
 
-#: Prefixes of Python modules whose load hooks need not run: they only change what older versions saved, or are FSDP's,
-#: which follows its tensors. And exceptions in them: observers take the shapes of the tensors loaded.
+#: Prefixes of Python modules with load hooks that need not run: they only change state of older versions, or are
+#: FSDP's, which follows its tensors. And exceptions in them: observers take the shapes of the tensors loaded.
 _WITHOUT_EFFECT, _WITH_EFFECT = "torch.", ("torch.ao.", "torch.testing.")
 
-#: Prefixes of Python modules whose load hooks only rename what older versions saved, and may be left out.
+#: Prefixes of Python modules with load hooks that only rename entries of older versions, and may be left out.
 _RENAMING = ("transformers.", "torchvision.", "timm.")
 
 
@@ -90,7 +90,7 @@ class HookedLoader(msgspec.Struct, frozen=True, dict=True):
         )
 
     def run_hooks(self, values: Mapping[str, Any]) -> bool:
-        """Run the module's code, if there is any. ``values``, by clean name, replace those of the model.
+        """Run the module's code, if there is any. ``values``, by clean name, replace the values of the model.
 
         Return whether code of the module has changed values of its tensors. Raises ``StateError`` if the code fails.
         """
@@ -126,7 +126,7 @@ def _crc_of(local: torch.Tensor) -> int:
 
 
 def _defining_module(cls: type, method: str) -> str:
-    """Return the Python module of the class from which a class has a method."""
+    """Return the Python module of the class that defines a class's method: its own, or the nearest base class."""
     return next(base.__module__ for base in cls.__mro__ if method in vars(base))
 
 

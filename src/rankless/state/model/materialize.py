@@ -56,7 +56,7 @@ def find_initializer(model: nn.Module, owner: nn.Module) -> Callable[[], object]
 
 
 def _find_init_weights(model: nn.Module, owner: nn.Module) -> Callable[[nn.Module], object] | None:
-    """Return the function with which transformers initializes a module, which the innermost model around it has."""
+    """Return transformers' function that initializes a module: the innermost model around the module has it."""
     for module in _enclosing_modules(model, owner):
         init_weights = getattr(module, "_init_weights", None)
         if callable(init_weights) and hasattr(module, "config"):
@@ -67,8 +67,8 @@ def _find_init_weights(model: nn.Module, owner: nn.Module) -> Callable[[nn.Modul
 def initialize_outside(model: nn.Module, owner: nn.Module, values: Mapping[int, torch.Tensor]) -> None:
     """Initialize tensors of a module by the initializers of modules around it, as a model sets tables of its layers.
 
-    ``values`` are these tensors, by the ``id`` of those that ``owner`` has. The initializers run on a copy in which all
-    other tensors have no memory, so that these alone change.
+    ``values`` has these tensors, by the ``id`` of the tensors that ``owner`` has. The initializers run on a copy of the
+    model where all other tensors have no memory, so that these alone change.
     """
     from rankless.state.model.module_copies import copy_modules  # noqa: PLC0415 - rarely needed
 
@@ -228,9 +228,9 @@ def _is_held(tensor: torch.Tensor) -> bool:
 
 
 def _release_weights(unallocated: Iterable[MetaTensor]) -> list[nn.RNNBase]:
-    """Remove the weak references that LSTM, GRU and RNN keep to their weights, with which torch swaps no tensor.
+    """Remove the weak references that LSTM, GRU and RNN keep to their weights, so that torch can swap the tensors.
 
-    Return the modules, whose ``_init_flat_weights`` creates the references again.
+    Return the modules: their ``_init_flat_weights`` creates the references again.
     """
     modules = list(dict.fromkeys(meta.owner for meta in unallocated if isinstance(meta.owner, nn.RNNBase)))
     for module in modules:

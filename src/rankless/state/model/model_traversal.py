@@ -145,7 +145,7 @@ def _find_left_out(module: nn.Module, returned: Mapping[str, Any]) -> dict[str, 
 
 
 def _place_in_memory(tensor: torch.Tensor) -> object:
-    """Return what is equal for tensors that are the same elements."""
+    """Return a value that is equal for tensors that are the same elements."""
     local = local_tensor(tensor)
     if local.layout != torch.strided or local.is_meta or not local.numel():
         return id(tensor)
@@ -170,7 +170,7 @@ def _view_replaced(model: ReplacedModel) -> ModelView:
 def _view_fsdp1(model: nn.Module) -> ModelView:
     """Return a view of a model under FSDP1.
 
-    It has the flat parameters and what FSDP1 does not manage: buffers, ignored parameters, extra state.
+    It has the flat parameters and all that FSDP1 does not manage: buffers, ignored parameters, extra state.
     """
     view = _view_shards(fsdp1.flat_shards(model))
     _add_unmanaged(view, model)
@@ -179,7 +179,7 @@ def _view_fsdp1(model: nn.Module) -> ModelView:
 
 
 def _view_flat_model(model: FlatModel) -> ModelView:
-    """Return a view of a model whose parameters another system keeps. No hooks of it are run."""
+    """Return a view of a model that has its parameters in another system. No hooks of it are run."""
     view = _view_shards(model.shards)
     for name, tensor in model.replaced.items():
         view.tensors[name] = view_of(tensor, f"model tensor {name!r}")
@@ -241,7 +241,7 @@ def _is_flat(parameter: nn.Parameter, flat_ids: set[int]) -> bool:
 
 
 def _overwritten_buffers(model: nn.Module) -> set[int]:
-    """Return the ``id`` of the buffers that DDP replaces before each step by those of rank 0 of its group."""
+    """Return the ``id`` of the buffers that DDP replaces before each step by the buffers of rank 0 of its group."""
     return {
         id(buffer)
         for ddp in model.modules()

@@ -20,7 +20,7 @@ from rankless.state.model.load_hooks import HookedLoader
 from rankless.state.tensor_views import TensorView
 from rankless.state.user_objects import loading_code
 
-#: The name under which ``state_dict`` returns the result of ``get_extra_state``.
+#: The name of the result of ``get_extra_state`` in a ``state_dict``.
 EXTRA = "_extra_state"
 
 
@@ -30,7 +30,7 @@ def is_extra(name: str) -> bool:
 
 
 class ParamRef(msgspec.Struct, frozen=True):
-    """A reference from an optimizer to a parameter: its name, and ``tensor``, whose layout its states share.
+    """A reference from an optimizer to a parameter: its name, and ``tensor``; its states share the tensor's layout.
 
     ``flat`` is its place in a flat parameter of FSDP1, which an optimizer may see as one parameter for several.
     ``splits`` are the tensors that it is stored as, if it is not stored as one tensor of its name.
@@ -64,15 +64,15 @@ class Owner(NamedTuple):
 class ModelView(msgspec.Struct):
     """A model as a checkpoint sees it.
 
-    ``tensors`` are live, each once, by FQN; ``splits`` describe those that are stored as several tensors under other
-    names; ``wrappers`` describe those of wrapper subclasses, whose inner tensors are in ``tensors``; ``frozen`` are the
-    names of parameters without gradients; ``left_out`` are parameters and persistent buffers that the model's
-    ``state_dict`` does not return, by their own names; ``duplicates`` are further tensors that several parts of the
-    model have under one name; ``tied`` maps further names of a tensor to its name in ``tensors``. ``refs`` are the
-    parameters by ``id``. ``extra`` are values of a state dict that are not tensors, and results of ``get_extra_state``,
-    by name; ``owners`` are the objects that they are given back to, each with its value and the name that it has there.
-    ``overwritten`` are the names of buffers that DDP replaces by those of another rank before the next step.
-    ``loaders`` are the modules whose load hooks must run.
+    ``tensors`` are live, each once, by FQN. ``splits`` describe tensors that are stored as several tensors under other
+    names. ``wrappers`` describe tensors of wrapper subclasses; ``tensors`` has the inner tensors. ``frozen`` are the
+    names of parameters without gradients. ``left_out`` are parameters and persistent buffers that the model's
+    ``state_dict`` does not return, by their own names. ``duplicates`` are further tensors that several parts of the
+    model have under one name. ``tied`` maps further names of a tensor to its name in ``tensors``, for example
+    ``lm_head.weight`` to ``embed.weight``. ``refs`` are the parameters by ``id``. ``extra`` are values of a state dict
+    that are not tensors, and results of ``get_extra_state``, by name; ``owners`` are the objects that they are given
+    back to, each with its value and the name that it has there. ``overwritten`` are the names of buffers that DDP
+    replaces by another rank's buffers before the next step. ``loaders`` are the modules with load hooks that must run.
     """
 
     tensors: dict[str, TensorView] = msgspec.field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Copies of a model's modules, on which its code can run without an effect on its tensors.
+"""Copies of a model's modules. Its code can run on them without an effect on its tensors.
 
 :mod:`rankless.state.model.initializer_probe` and :mod:`rankless.state.model.materialize` run initializers on such
 copies, on each rank of a load.

@@ -1,11 +1,11 @@
 """PEFT adapters of a model, as PEFT stores them: the names of their tensors, and their configuration.
 
 The names come from ``peft.get_peft_model_state_dict``, which selects and renames the entries of a state dict. It gets
-one whose tensors have no data, so that nothing is gathered. Each of its results is one of these tensors, except for
-what PEFT computes when it saves, such as the output of a prompt encoder.
+one with tensors without data, so that nothing is gathered. Each of its results is one of these tensors, except for
+tensors that PEFT computes when it saves, such as the output of a prompt encoder.
 
-:mod:`rankless.state.capture` and :mod:`rankless.state.restore` call it on each rank. Names of tensors and the
-configuration are what PEFT reads: do not change them.
+:mod:`rankless.state.capture` and :mod:`rankless.state.restore` call it on each rank. PEFT reads these names of tensors
+and this configuration: do not change them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FREE_SETTINGS = {
     *("init_lora_weights", "init_weights", "loftq_config", "eva_config", "corda_config", "r", "rank_pattern"),
 }
 
-#: The prefix of names in PEFT's files. A model into which transformers itself puts adapters does not have it.
+#: The prefix of names in PEFT's files. It is absent if transformers itself puts adapters into a model.
 _PREFIX = "base_model.model."
 
 
@@ -54,7 +54,7 @@ class AdapterTensors(msgspec.Struct, frozen=True):
     computed: Mapping[str, torch.Tensor]
 
     def select(self, view: ModelView) -> dict[str, TensorView]:
-        """Return the tensors to be stored. ``view`` is that of the model."""
+        """Return the tensors to be stored, given the ``view`` of the model."""
         sources = {name: view.tensors[source] for name, source in self.sources.items()}
         computed = {name: view_of(tensor, f"adapter tensor {name!r}") for name, tensor in self.computed.items()}
         return sources | computed
@@ -90,8 +90,8 @@ def check_unmerged(parts: Sequence[object]) -> None:
 def explain_config_differences(parts: Sequence[object], configs: Mapping[str, bytes]) -> Iterator[str]:
     """Yield how adapters of a model are configured in another way than those that are stored.
 
-    ``configs`` are the stored configurations by group. Tensors show which layers have an adapter, and of what rank;
-    nothing but the configuration says how strong it is.
+    ``configs`` are the stored configurations by group. Tensors show which layers have an adapter, and its rank; only
+    the configuration says how strong it is.
     """
     for module in adapted_modules(parts):
         names = adapter_names(module)
@@ -115,14 +115,14 @@ def _compare_configs(adapter: str, stored: bytes, module: nn.Module) -> Iterator
 
 
 def _as_unordered(value: object) -> object:
-    """Return a setting in a form in which the order of lists, which may have been sets, does not matter."""
+    """Return a setting in a form without an order of lists, because these may have been sets."""
     return sorted(map(str, value)) if isinstance(value, list) else value
 
 
 def adapter_tensors(module: nn.Module, adapter: str, view: ModelView) -> AdapterTensors:
-    """Return the tensors of one adapter. ``view`` is that of the whole model.
+    """Return the tensors of one adapter, given the ``view`` of the whole model.
 
-    Raises ``StateError`` if PEFT computes some of them, and ranks hold only shards of what it needs.
+    Raises ``StateError`` if PEFT computes some of them, and ranks hold only shards of the tensors that it needs.
     """
     _check_name(adapter)
     model = _AdaptedModel(module, adapter)
@@ -149,7 +149,7 @@ def adapter_tensors(module: nn.Module, adapter: str, view: ModelView) -> Adapter
 
 
 def _check_name(adapter: str) -> None:
-    """Raise ``StateError`` if the name of an adapter cannot be that of a folder."""
+    """Raise ``StateError`` if the name of an adapter cannot be the name of a folder."""
     try:
         check_relative_path(f"{adapter_group(adapter)}/{ADAPTER_CONFIG}", "the checkpoint")
         is_folder = "/" not in adapter and not adapter.startswith(".")
@@ -163,7 +163,7 @@ def loadable_views(parts: Sequence[object], view: ModelView, groups: Sequence[st
     """Return a view of each adapter of a model by the stored group, of ``groups``, that is loaded into it.
 
     An adapter that is the only one of the model gets the only group that is stored, whatever its name. Raises
-    ``StateError`` if an adapter cannot be loaded, as PEFT has computed what it stored.
+    ``StateError`` if an adapter cannot be loaded, as PEFT has computed the stored tensors.
     """
     views: dict[str, ModelView] = {}
     modules = adapted_modules(parts)
@@ -185,7 +185,7 @@ def loadable_views(parts: Sequence[object], view: ModelView, groups: Sequence[st
 
 
 def adapter_files(module: nn.Module, adapter: str) -> Iterator[tuple[str, bytes]]:
-    """Yield the names and contents of the small files of an adapter: its configuration, and that of the base model."""
+    """Yield the names and contents of an adapter's small files: its configuration, and the base model's."""
     yield ADAPTER_CONFIG, _config_file(module, adapter)
     yield from ((f"{BASE}/{name}", data) for name, data in base_config_files(_base_model(module)))
 
@@ -209,7 +209,7 @@ def _base_model(module: Any) -> Any:
 
 
 def _is_peft_model(module: nn.Module) -> bool:
-    """Return whether a module is PEFT's wrapper, and not a model into which transformers itself has put adapters."""
+    """Return whether a module is PEFT's wrapper, and not a model with adapters that transformers itself has put in."""
     return hasattr(module, "get_base_model")
 
 
@@ -254,7 +254,7 @@ class _AdaptedModel:
         return [(f"{prefix}.{clean_name(name)}", tensor) for name, tensor in parameters]
 
     def get_prompt_embedding_to_save(self, adapter_name: str) -> torch.Tensor:
-        """Return the prompt: the one parameter of an encoder that has no other, else what the encoder computes."""
+        """Return the prompt: the one parameter of an encoder that has no other, else the encoder's result."""
         parameters = self.prompt_parameters()
         if len(parameters) == 1:
             return parameters[0][1]

@@ -1,4 +1,4 @@
-"""A model that is saved with other entries than those of its own state dict.
+"""A model that is saved with other entries than its own state dict has.
 
 :mod:`rankless.lightning.dumped_state` passes such models to saves, on each rank.
 """
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class ReplacedModel(msgspec.Struct, frozen=True):
-    """A model whose state dict is replaced by ``entries``. ``module`` provides the names of an optimizer's parameters.
+    """A model with ``entries`` in place of its state dict. ``module`` provides the names of an optimizer's parameters.
 
     Entries under the name of a buffer may differ by rank, as buffers may.
     """

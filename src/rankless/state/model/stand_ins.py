@@ -1,7 +1,7 @@
 """A state dict that ``state_dict`` hooks fill, with tensors without data that stand for the model's tensors.
 
-:mod:`rankless.state.model.state_dict_hooks` fills one on each rank when a model with hooks is viewed. What it returns
-must be the model's own tensors, so that nothing is copied.
+:mod:`rankless.state.model.state_dict_hooks` fills one on each rank when a model with hooks is viewed. The tensors that
+it returns must be the model's own, so that nothing is copied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rankless.state.model.state_dict_hooks import HookedStateDict
 
 
 class StandIns(OrderedDict[str, Any]):
-    """A state dict to be filled, in which tensors without data stand for the model's tensors."""
+    """A state dict to be filled, where tensors without data stand for the model's tensors."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()

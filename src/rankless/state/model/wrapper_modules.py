@@ -39,7 +39,11 @@ def find_wrapped(module: nn.Module) -> nn.Module | None:
 
 
 class NameCleaner:
-    """A function that removes the components which wrappers inside a model add to names of its tensors and modules."""
+    """A function that removes the components which wrappers inside a model add to names of its tensors and modules.
+
+    For example, ``layers.0._checkpoint_wrapped_module.weight`` becomes ``layers.0.weight`` if ``layers.0`` is such a
+    wrapper.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -118,7 +118,7 @@ class ZeroOptimizer(TorchOptimizer):
         return id(key) in self._owned_ids
 
     def explain_unread(self) -> str:
-        """Return a clause about what the optimizer keeps besides the inner one; empty if nothing.
+        """Return a clause about the values that the optimizer keeps besides the inner one; empty if there are none.
 
         Its ``state_dict()`` cannot give it in a save: it is of one rank, after a collective operation.
         """

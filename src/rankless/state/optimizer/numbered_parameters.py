@@ -1,7 +1,7 @@
 """Parameters of an optimizer that have only a number, in a checkpoint (as in ``state_dict()``) or here.
 
-:mod:`rankless.state.restore` calls it on each rank while it matches an optimizer whose parameters have no names on one
-side.
+:mod:`rankless.state.restore` calls it on each rank while it matches an optimizer, if the parameters have no names on
+one side.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def match_by_number(groups: Sequence[ParamGroup], saved: EncodedGroups) -> list[
     """Return the same groups, with parameters named by their number, counted over all groups of an optimizer.
 
     Parameters that share a flat parameter are counted in its order. With several optimizers the number of each is
-    prepended: ``1.0``. Raises ``OptimizerMismatchError`` if a flat parameter is used and the number of parameters
-    differs.
+    prepended: for example ``1.0`` for the first parameter of the second optimizer. Raises ``OptimizerMismatchError`` if
+    a flat parameter is used and the number of parameters differs.
     """
     number = sum(len(group["params"]) for group in saved)
     _check_flat_params(groups, number)
@@ -152,7 +152,7 @@ def _is_created(group: ParamGroup, member: GroupMember, state: str, shape: tuple
 
 
 def _state_shapes(saved: EncodedGroups, infos: Mapping[str, TensorInfo]) -> dict[str, _StateShapes]:
-    """Return the shapes of the states of each parameter, those of wrapper subclasses included."""
+    """Return the shapes of the states of each parameter, states of wrapper subclasses included."""
     shapes: dict[str, _StateShapes] = {}
     for name, info in infos.items():
         number, state = split_state_key(name)
@@ -169,6 +169,9 @@ def _has_shape(member: GroupMember) -> bool:
 
 
 def _can_spread(shape: tuple[int, ...], over: tuple[int, ...]) -> bool:
-    """Return whether a state's shape fits a parameter's: one value for each element, row, column or tensor."""
+    """Return whether a state's shape fits a parameter's: one value for each element, row, column or tensor.
+
+    For example, states of shape ``(8, 1)``, ``(4,)`` and ``()`` fit a parameter of shape ``(8, 4)``.
+    """
     last = over[len(over) - len(shape) :]
     return len(shape) <= len(over) and all(size in {1, whole} for size, whole in zip(shape, last, strict=True))

@@ -28,7 +28,7 @@ _OBJECT, _ATTRIBUTES = "rankless.object", "attributes"
 _PART = "rankless.part"
 
 
-#: The types of the collections whose elements may be objects or tensors.
+#: The types of collections that may have objects or tensors as elements.
 COLLECTIONS = frozenset({dict, list, tuple, deque})
 
 
@@ -44,7 +44,7 @@ def map_elements(state: Any, function: Callable[[Any], Any]) -> Any:
 def describe_objects(state: Any, optimizer: object, depth: int = 0) -> Any:
     """Return a state with a table of the class and the attributes in place of each object of the optimizer's package.
 
-    Anything else is left as it is, for the encoder to store or to refuse: also what is deeper than it stores.
+    Anything else is left as it is, for the encoder to store or to refuse: also values deeper than it stores.
     """
     kind = type(state)
     if depth > MAX_DEPTH:
@@ -58,7 +58,7 @@ def describe_objects(state: Any, optimizer: object, depth: int = 0) -> Any:
 
 
 def build_objects(state: Any, optimizer: object, device: torch.device) -> Any:
-    """Return a state with what :func:`describe_objects` described. Tensors in it are on ``device``.
+    """Return a state with the objects that :func:`describe_objects` described. Tensors in it are on ``device``.
 
     No code of a class is run. Raises ``OptimizerMismatchError`` if the optimizer's package has no such class.
     """
@@ -108,7 +108,8 @@ def _is_own_class(kind: type, optimizer: object) -> bool:
 def split_states(states: Mapping[str, Any], parameter: Any) -> Mapping[str, Any]:
     """Return states with the tensors in collections that are sharded, or have the parameter's shape, next to them.
 
-    A table with the name of such a state takes the tensor's place.
+    A table with the name of such a state takes the tensor's place. For example, the first such tensor in the state
+    ``history`` becomes the state ``history.0``.
     """
     parts: dict[str, torch.Tensor] = {}
     kept = {name: _split(value, str(name), parameter, parts) for name, value in states.items()}

@@ -61,8 +61,8 @@ class OptimizerRestore:
     ) -> None:
         """Match, check and allocate. ``saved`` and ``infos`` are the checkpoint's groups and states, of all ranks.
 
-        ``saved_dtypes`` are the dtypes of the parameters in the checkpoint, if states are cast with them.
-        ``own`` is what the optimizers kept besides states and settings.
+        ``saved_dtypes`` are the dtypes of the parameters in the checkpoint, if states are cast with them. ``own`` has
+        the values that the optimizers kept besides states and settings.
 
         Raises ``OptimizerMismatchError`` if the optimizer's class differs or, unless tolerated, its parameters or
         groups.
@@ -72,12 +72,13 @@ class OptimizerRestore:
         matching = match_groups(groups, saved, tolerance)
         self._matched, self.missing, self.regrouped = matching.settings, matching.missing, matching.regrouped
         #: Whether a group without parameters keeps its settings because the checkpoint has several of its number, or
-        #: whether the states of a class of this name, or of an unknown one, are not those of this class.
+        #: whether the saved states are of another class of this name, or of an unknown one, and differ from this
+        #: class's.
         self.is_unsure = matching.is_unsure
         self._states: list[tuple[ParamGroup, GroupMember, dict[str, torch.Tensor]]] = []
         self._must_be_equal: list[tuple[str, list[torch.Tensor]]] = []
         self._saved_states = {name: state for saved_group in saved for name, state in saved_group["state"].items()}
-        #: The parameters whose states another system saved.
+        #: The parameters with states that another system saved.
         self._unclassed = {
             name for saved_group in saved if saved_group["class"] is None for name in saved_group["params"]
         }
@@ -107,7 +108,7 @@ class OptimizerRestore:
                     self._states.append((group, member, self._allocate_states(group, member, by_name)))
 
     def missing_own(self) -> list[str]:
-        """Return the classes of the optimizers that keep more than states and settings, of which some is missing."""
+        """Return the classes of the optimizers that lack some of the values they keep besides states and settings."""
         settings = {name for group in self._saved for name in group["settings"]}
         states = {name for states in self._saved_states.values() for name in states} | self._tensor_names
         return [own.class_name for own in self._own if own.lacks_values(settings, states)]
@@ -117,7 +118,7 @@ class OptimizerRestore:
         return [key for own in self._own if not own.is_unclassed for key in own.unused_keys()]
 
     def has_inexact_own(self) -> bool:
-        """Return whether ranks had different values, or nothing loads what another system saved besides the states."""
+        """Return whether ranks had different values, or nothing loads another system's values besides the states."""
         return any(own.has_differed or (own.is_unclassed and own.unused_keys()) for own in self._own) or any(
             isinstance(group.adapter, ZeroOptimizer) and group.adapter.explain_unread() for group in self._groups
         )
@@ -218,7 +219,7 @@ class OptimizerRestore:
             yield group.settings, saved["settings"] if saved is not None else {}
 
     def list_places(self, slot: str) -> Iterator[SavedPlace]:
-        """Yield what each group and each parameter here gets. Called if the optimizer may be in another slot, too."""
+        """Yield the values of each group and parameter here. Called if the optimizer may be in another slot, too."""
         for group, saved in zip(self._groups, self._matched, strict=True):
             if saved is not None:
                 subject = f"{slot}: settings of group {group.number}"
@@ -268,7 +269,7 @@ class OptimizerRestore:
 def _restore_state_dict(
     adapter: StateDictOptimizer, names: Sequence[str], own: Sequence[Mapping[str, Any]]
 ) -> StateDictOwnRestore:
-    """Return the restore of what a state dict has besides states and settings."""
+    """Return the restore of the values that a state dict has besides states and settings."""
     from rankless.state.optimizer.own_of_state_dicts import (  # noqa: PLC0415 - few optimizers are state dicts
         StateDictOwnRestore,
     )
@@ -277,7 +278,7 @@ def _restore_state_dict(
 
 
 def saved_wrappers(plain: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> dict[str, Mapping[str, Any]]:
-    """Return the descriptions of a parameter's states of wrapper subclasses, of which all inner tensors are stored."""
+    """Return the descriptions of a parameter's states of wrapper subclasses, if all their inner tensors are stored."""
     return {
         state: value
         for state, value in plain.items()
@@ -308,7 +309,7 @@ def put_settings(pairs: Sequence[tuple[dict[str, Any], Mapping[str, Any]]]) -> s
 
     A tensor, such as a learning rate that a captured step reads, is filled in place, also if several groups share it
     and get the same value. Else they get separate tensors. A value that does not fit into the tensor replaces it, as
-    ``Optimizer.load_state_dict`` does. Return the ids of the groups in which a value was rounded.
+    ``Optimizer.load_state_dict`` does. Return the ids of the groups with a rounded value.
     """
     use_counts = Counter(id(value) for group, _ in pairs for value in group.values() if isinstance(value, torch.Tensor))
     shared: dict[int, list[_Place]] = {}
@@ -338,7 +339,7 @@ class _Place(NamedTuple):
 def _put_into_tensor(places: Sequence[_Place], *, is_all: bool) -> list[dict[str, Any]]:
     """Put the saved values of settings that are one tensor. ``is_all``: no other group has it.
 
-    Return the groups in which a value was rounded.
+    Return the groups with a rounded value.
     """
     current = places[0].group[places[0].name]
     fits = [_fit(place.value, current) for place in places]

@@ -151,7 +151,7 @@ def _name_member(entry: Key, settings: Mapping[str, Any], i: int, subject: str) 
     return check_utf8(name, f"the name of {subject}, from its state dict or from param_names,")
 
 
-#: A parameter in a state dict, of which nothing but its key is known.
+#: A parameter in a state dict. Only its key is known.
 _UNKNOWN = TensorView("", (), None, torch.empty(0))
 
 
@@ -206,7 +206,7 @@ def optimizer_values(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
 
 
 def owned_names(groups: Sequence[ParamGroup]) -> list[str]:
-    """Return the names of the parameters whose states this rank has, if they have some."""
+    """Return the names of the parameters that have their states on this rank, if they have some."""
     return [
         ref.name
         for group in groups
@@ -218,7 +218,7 @@ def owned_names(groups: Sequence[ParamGroup]) -> list[str]:
 
 
 def own_entries(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
-    """Return what the optimizers of some groups keep besides states and settings, each with its parameters' names."""
+    """Return the values that some groups' optimizers keep besides states and settings, each with parameter names."""
     entries = (
         own_entry(adapter.optimizer, names) if type(adapter) is TorchOptimizer else _other_entry(adapter, names)
         for adapter, names in iterate_own(groups)
@@ -227,7 +227,7 @@ def own_entries(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
 
 
 def _other_entry(adapter: TorchOptimizer | StateDictOptimizer, names: list[str]) -> dict[str, Any] | None:
-    """Return what a ``ZeroRedundancyOptimizer`` or a state dict keeps besides states and settings."""
+    """Return the values that a ``ZeroRedundancyOptimizer`` or a state dict keeps besides states and settings."""
     if isinstance(adapter, StateDictOptimizer):
         from rankless.state.optimizer.own_of_state_dicts import (  # noqa: PLC0415 - few optimizers are state dicts
             entry_of_state_dict,
@@ -261,7 +261,7 @@ def _owned_states(groups: Sequence[ParamGroup]) -> Iterator[tuple[GroupMember, M
 
 
 def _inner_state(ref: ParamRef, state: str, inner: str, states: Mapping[str, Any]) -> str:
-    """Return the name under which an inner tensor of a state is stored."""
+    """Return the stored name of an inner tensor of a state."""
     name = f"{state}.{inner}"
     if name in states:
         raise StateError(

@@ -31,7 +31,7 @@ def further_values(state_dict: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def entry_of_state_dict(state_dict: Mapping[Any, Any], names: Sequence[str]) -> dict[str, Any] | None:
-    """Return what a save stores of a state dict, as :func:`~rankless.state.optimizer.own_state.own_entry` does."""
+    """Return the stored entry of a state dict, as :func:`~rankless.state.optimizer.own_state.own_entry` does."""
     further = further_values(state_dict)
     check_tree(further, "the state dict of an optimizer")
     # In a live optimizer, its own values may be among the settings and states, which are stored as such.
@@ -50,7 +50,7 @@ class StateDictOwnRestore:
         self._related = find_related(saved, names)
 
     def list_saved(self) -> list[tuple[int, Any]]:
-        """Return the ``id`` of the state dict with what it gets, if it gets something."""
+        """Return the ``id`` of the state dict with the values that it gets, if it gets some."""
         return [] if self._entry is None else [(id(self._state_dict), self._entry.get("values"))]
 
     @property

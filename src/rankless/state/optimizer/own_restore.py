@@ -26,10 +26,10 @@ from rankless.state.user_objects import loading_code
 
 
 class OwnRestore:
-    """The saved values that an optimizer gets, which has parameters of these ``names``.
+    """The saved values that an optimizer with parameters of these ``names`` gets.
 
-    ``saved`` are those of the whole checkpoint. If it ``is_unclassed``, another system saved the state dict: there,
-    and in files for ``Optimizer.load_state_dict``, values are also among the settings of groups and the states.
+    ``saved`` has the entries of the whole checkpoint. If it ``is_unclassed``, another system saved the state dict:
+    there, and in files for ``Optimizer.load_state_dict``, values are also among the settings of groups and the states.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class OwnRestore:
             self._entry = {"params": list(names), IN_STATE_DICT: True}
         self._in_place = self._entry is not None and bool(self._entry.get(IN_STATE_DICT))
         needs_live = self._in_place or (self._entry is None and not self._is_related)
-        #: What the optimizer gives now, if that matters.
+        #: The values that the optimizer gives now, if they matter.
         self._live: Mapping[Any, Any] = own_values(optimizer).get("values", {}) if needs_live else {}
 
     @property
@@ -53,7 +53,7 @@ class OwnRestore:
         return type(self._optimizer).__qualname__
 
     def list_saved(self) -> list[tuple[int, Any]]:
-        """Return the ``id`` of the optimizer with what it gets, if it gets something."""
+        """Return the ``id`` of the optimizer with the values that it gets, if it gets some."""
         return [] if self._entry is None else [(id(self._optimizer), self._entry.get("values"))]
 
     @property

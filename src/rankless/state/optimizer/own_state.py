@@ -65,7 +65,7 @@ def own_values(optimizer: Any) -> dict[str, Any]:
 
 
 def _read_state_dict(optimizer: Any) -> Mapping[Any, Any]:
-    """Return what an optimizer gives as its state dict. Raises ``StateError`` if that has no form of one."""
+    """Return an optimizer's ``state_dict()``. Raises ``StateError`` if the result has no form of a state dict."""
     given: Mapping[Any, Any] = read_state(optimizer)
     parts = (given.get(STATE, {}), given.get(GROUPS, [])) if isinstance(given, Mapping) else (None, None)
     if not isinstance(parts[0], Mapping) or not isinstance(parts[1], list | tuple):
@@ -133,7 +133,7 @@ _REFERENCE = "rankless.state"
 
 
 def _refer(tree: Any, references: Mapping[int, _Place]) -> Any:
-    """Return a tree in which states of parameters, which are stored as such, are replaced by references."""
+    """Return a tree with references in place of states of parameters, because these are stored as such."""
     if type(tree) is dict:
         return {key: _refer(value, references) for key, value in tree.items()}
     if type(tree) is list:
@@ -156,7 +156,7 @@ def resolve_references(tree: Any, states: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def own_entry(optimizer: Any, names: Sequence[str]) -> dict[str, Any] | None:
-    """Return what a save stores of one optimizer, with the ``names`` of its parameters; ``None`` if it has nothing.
+    """Return the entry that a save stores of one optimizer, with its parameters' ``names``; ``None`` if it has nothing.
 
     Tensors and arrays that are stored apart get a digest, so that ranks compare them.
     """
@@ -190,15 +190,15 @@ def add_digests(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def warn_left_out(optimizer: Any, subject: str, fate: str = "It is not saved") -> bool:
-    """Warn of what a save leaves out. Return ``True``, the mark by which a load knows that it is not exact."""
+    """Warn of a part that a save leaves out. Return ``True``, the mark by which a load knows that it is not exact."""
     warn_caller(f"{type(optimizer).__qualname__} has {subject}. {fate}, and a load calls the optimizer reconstructed")
     return True
 
 
 def _find_lost(optimizer: Any, trained: Container[int]) -> dict[str, Any]:
-    """Return the mark of an entry whose optimizer has states that a load cannot give back as they are, if it has any.
+    """Return the mark of an optimizer's entry if it has states that a load cannot give back as they are.
 
-    They are those of tensors in no group, and those that are one object for several parameters. Warn of them.
+    Such states belong to tensors in no group, or are one object for several parameters. Warn of them.
     """
     lost, seen, places = False, set[int](), dict[int, str]()
     for key, states in optimizer.state.items():
@@ -255,7 +255,7 @@ def _find_stored(leaf: object) -> torch.Tensor | None:
 def merge_own(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the entries of all parts and ranks, encoded, each once, in an order that does not depend on the ranks.
 
-    If ranks keep different values for the same parameters, those of the lowest rank are stored, and marked.
+    If ranks keep different values for the same parameters, the lowest rank's values are stored, and marked.
     """
     merged: dict[str, dict[str, Any]] = {}
     for entry in entries:
@@ -272,11 +272,13 @@ def merge_own(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def add_blank_entries(ranks: Sequence[Sequence[dict[str, Any]]], names: Sequence[set[str]]) -> list[dict[str, Any]]:
-    """Return the entries of all ranks, with one without values for each that a rank lacks of parameters that it has.
+    """Return the entries of all ranks, and a blank one for each entry that a rank with all of its parameters lacks.
 
-    ``names`` are those of the parameters of each rank. So :func:`merge_own` finds that the ranks differ. An optimizer
-    without parameters, as in an empty stage, is that of one rank: others do not lack it. Nor do they lack that of a
-    rank which steps some parameters of all ranks, as under a ``ZeroRedundancyOptimizer``.
+    A blank entry has no values.
+
+    ``names`` has the names of each rank's parameters. So :func:`merge_own` finds that the ranks differ. An optimizer
+    without parameters, as in an empty stage, belongs to one rank: others do not lack it. Nor do they lack the entry of
+    a rank that steps some of the parameters that all ranks have, as under a ``ZeroRedundancyOptimizer``.
     """
     keys = {
         tuple(entry["params"]) for entries in ranks for entry in entries if entry["params"] and not entry.get(DIVIDED)
@@ -296,8 +298,8 @@ def _without_mark(entry: Mapping[str, Any]) -> dict[str, Any]:
 def find_entry(saved: Sequence[Mapping[str, Any]], names: Sequence[str], group_count: int) -> Mapping[str, Any] | None:
     """Return the saved entry for an optimizer with parameters of these ``names``; ``None`` if there is none.
 
-    That of the same parameters in the same order, else one that all optimizers with some of them agreed about, if
-    nothing in it belongs to a parameter or a group by its number.
+    It is the entry of the same parameters in the same order. If there is none, it is one that all optimizers with some
+    of the parameters agreed about, if nothing in it belongs to a parameter or a group by its number.
     """
     exact = next((entry for entry in saved if entry["params"] == list(names)), None)
     if exact is not None and len(exact.get("values", {}).get(GROUPS, ())) in {0, group_count}:
@@ -365,7 +367,7 @@ def _are_equal_arrays(a: Any, b: Any) -> bool:
 
 
 def put_own(optimizer: Any, saved: Mapping[str, Any]) -> bool:
-    """Give an optimizer what :func:`own_entry` stored, after its states and settings are in place.
+    """Give an optimizer the values that :func:`own_entry` stored, after its states and settings are in place.
 
     Return whether its own code changed states of parameters, or settings, while it loaded them.
     """
@@ -384,8 +386,8 @@ def put_own(optimizer: Any, saved: Mapping[str, Any]) -> bool:
 def _load_own_form(optimizer: Any, further: Mapping[Any, Any]) -> bool:
     """Let an optimizer load its own state dict with the ``further`` saved values.
 
-    Its states and settings have their values already. What torch's ``load_state_dict`` casts or replaces is put back.
-    Return whether states or settings have other values afterwards.
+    Its states and settings have their values already. Values that torch's ``load_state_dict`` casts or replaces are put
+    back. Return whether states or settings have other values afterwards.
     """
     from rankless.state.optimizer.load_changes import (  # noqa: PLC0415 - few optimizers have code of their own
         has_all,
@@ -427,7 +429,7 @@ def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def add_values(given: dict[Any, Any], further: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a state dict with the further saved values at the top, in its groups and in its states."""
-    states = dict(given.get(STATE, {}))  # those of torch's state_dict() are the live ones
+    states = dict(given.get(STATE, {}))  # torch's state_dict() has the live states
     for number, added in further.get(STATE, {}).items():
         states[number] = {**states.get(number, {}), **added}
     for group, settings in zip(given.get(GROUPS, ()), further.get(GROUPS, ()), strict=False):

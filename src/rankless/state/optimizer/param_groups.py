@@ -167,8 +167,8 @@ def pair_merged_states(
 ) -> list[tuple[str, str]] | None:
     """Return which state tensors of two parameters must be equal, if both parameters are one tensor here.
 
-    ``dropped`` is a saved one. ``None``: their settings, or what is no tensor of their states, may differ already, or
-    one of them has no state, or was not trained.
+    ``dropped`` is a saved one. ``None``: their settings, or values of their states that are no tensors, may differ
+    already, or one of them has no state, or was not trained.
     """
     group_of = {name: group for group in saved for name in group["params"]}
     if kept not in group_of or not tolerance.has_settings_of(group_of[kept], group_of[dropped]):
@@ -233,7 +233,7 @@ def _find_alike(group: ParamGroup, saved: EncodedGroups) -> EncodedGroups:
 def _find_split_groups(
     groups: Sequence[ParamGroup], group_of: Mapping[str, dict[str, Any]], tolerance: MatchTolerance
 ) -> dict[int, str]:
-    """Return a message for each group, by index, whose parameters are in groups of other settings in the checkpoint.
+    """Return a message for each group, by index, if the checkpoint has its parameters in groups of other settings.
 
     Groups with equal settings are one here if a stage of a pipeline that saved had no parameter in an earlier group.
     """
@@ -262,7 +262,7 @@ def _find_merged_groups(
 ) -> dict[int, str]:
     """Return a message for each group, by index, that is merged with another one in the checkpoint.
 
-    A saved group whose order is unknown was several of equal settings, of several optimizers or stages of a pipeline.
+    A saved group without a known order was several groups of equal settings, of several optimizers or pipeline stages.
     """
     problems: dict[int, str] = {}
     first_of: dict[tuple[int, int], int] = {}
@@ -285,6 +285,6 @@ def _find_empty(groups: Sequence[ParamGroup]) -> set[str]:
 
 
 def _format_few(names: Sequence[str]) -> str:
-    """Return a few of some names, for a message."""
+    """Return a few of some names, for a message: for example ``'a', 'b'``, or five names ``and 3 more``."""
     shown = ", ".join(repr(name) for name in names[:5])
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")  # noqa: PLR2004

@@ -105,8 +105,9 @@ def _probe_buffer(group: ParamGroup, member: GroupMember, ref: ParamRef, state: 
 def cast_with_parameter(ref: ParamRef, info: TensorInfo, saved_dtype: str | None) -> TensorInfo:
     """Return a state as it is loaded for a parameter that was saved with ``saved_dtype`` and has another dtype here.
 
-    A state of the parameter's dtype is cast with it, as ``Optimizer.load_state_dict`` does; a number, such as the count
-    of steps, keeps its dtype. :class:`OptimizerRestore` calls it if dtypes may be cast.
+    A state of the parameter's dtype is cast with it, as ``Optimizer.load_state_dict`` does: for example, ``exp_avg`` of
+    a parameter that was saved as float32 and is bfloat16 here becomes bfloat16. A number, such as the count of steps,
+    keeps its dtype. :class:`OptimizerRestore` calls it if dtypes may be cast.
     """
     dtype = ref.tensor.dtype
     is_cast = info.shape != () and saved_dtype == info.dtype and {dtype, info.dtype} <= FLOATING

@@ -1,4 +1,4 @@
-"""Orders of dimensions in memory, of states whose order is not their parameter's.
+"""Orders of dimensions in memory, for states with another order than their parameter.
 
 A step reads the elements in that order, so that sums of another order differ in the last bits.
 
@@ -21,10 +21,11 @@ from rankless.state.tensor_subclasses import is_wrapper
 
 
 def describe_order(parameter: Any, state: torch.Tensor) -> dict[str, list[int]] | None:
-    """Return what a checkpoint stores besides a state, under its name; ``None`` if its order is the usual one.
+    """Return the value that a checkpoint has besides a state, under its name; ``None`` if its order is the usual one.
 
-    This is the parameter's order for a state of the parameter's shape, else that of a contiguous tensor. A load asks it
-    whether a state that exists has the usual order.
+    The usual order is the parameter's order for a state of the parameter's shape, else the order of a contiguous
+    tensor. For example, ``exp_avg`` of a convolution in ``channels_last`` has the usual order if it is in
+    ``channels_last``, too. A load asks it whether a state that exists has the usual order.
     """
     has_one_order = state.ndim <= 1
     if has_one_order or not isinstance(parameter, torch.Tensor) or is_wrapper(state):

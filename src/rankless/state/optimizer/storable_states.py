@@ -1,4 +1,4 @@
-"""The check that a load can tell an optimizer's values from what stands for other values in a checkpoint.
+"""The check that a load can tell an optimizer's values from values that stand for others in a checkpoint.
 
 :mod:`rankless.state.optimizer.optimizer_view` checks on each rank, in the first vote of a save.
 """
@@ -23,7 +23,7 @@ from rankless.state.tensor_views import PLAIN_CLASSES, local_tensor
 #: Classes of values under a text that are stored as they are: most states.
 _SIMPLE = PLAIN_CLASSES | {int, float, bool, type(None)}
 
-#: What the keys of tables begin with that stand for objects, states and tensors.
+#: The prefix of keys of tables that stand for objects, states and tensors.
 _RESERVED = "rankless."
 
 

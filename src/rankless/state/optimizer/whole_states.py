@@ -1,4 +1,4 @@
-"""States of a parameter as a state dict has them, from what a checkpoint stores of them.
+"""States of a parameter as a state dict has them, made from their stored form in a checkpoint.
 
 Writers of other formats call it in conversions.
 """
