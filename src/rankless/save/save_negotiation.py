@@ -316,9 +316,10 @@ def _decide_globally(request: SaveRequestProtocol, announcements: Sequence[_Save
 
 def _find_left_out(tables: Sequence[bytes], name: str) -> int | None:
     """Return the first rank that has a value of which rank 0, whose value is stored, has none; else ``None``."""
-    if has_name(tables[COORDINATOR_RANK], name):
+    holding = {table for table in {*tables} if has_name(table, name)}  # tables of very many ranks are mostly equal
+    if tables[COORDINATOR_RANK] in holding:
         return None
-    return next((rank for rank, table in enumerate(tables) if has_name(table, name)), None)
+    return next((rank for rank, table in enumerate(tables) if table in holding), None)
 
 
 def _list_host_of(decision: _GlobalDecision) -> list[int]:

@@ -17,8 +17,8 @@ from rankless.engine.comm.rendezvous import Rendezvous
 from rankless.engine.comm.spec_directory import SpecDigests, SpecDirectory
 from rankless.engine.comm.vote import VoteOutcome, decode_decision, encode_decision
 from rankless.engine.comm.vote_channel import VoteChannel
-from rankless.engine.io.cell_exchange import _order_by_rank
 from rankless.engine.io.column_tables import compress_rows, decompress_rows
+from rankless.engine.io.received_messages import _order_by_sender
 from rankless.engine.plan.cell_transfers import CellTransfer, TransferTable, tabulate_transfers
 
 RANKS = 16_384
@@ -119,4 +119,4 @@ def test_transfers_and_tables_become_one_table_in_the_order_of_the_files(is_inte
 def test_transfers_are_ordered_by_rank_and_keep_their_order(ranks: int) -> None:
     column = np.random.default_rng(ranks).integers(ranks, size=1000, dtype=np.int32)
     column[-1] = ranks - 1
-    assert _order_by_rank(column).tolist() == sorted(range(1000), key=lambda row: column[row])
+    assert _order_by_sender(column).tolist() == sorted(range(1000), key=lambda row: column[row])

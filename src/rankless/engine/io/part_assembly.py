@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rankless.engine.io.cell_exchange import ReceivedRun
+from rankless.engine.io.received_messages import ReceivedRun
 from rankless.engine.io.requests import ByteProvider
 from rankless.engine.io.write import copy_and_hash
 from rankless.engine.plan.file_ranges import FileRange, split_at_blocks

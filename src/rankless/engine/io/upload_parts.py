@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from rankless.engine.comm.store_messages import StoreMessages
-from rankless.engine.io.cell_exchange import CellExchange, ReceivedRun
+from rankless.engine.io.cell_exchange import CellExchange
 from rankless.engine.io.part_assembly import PartAssembly
+from rankless.engine.io.received_messages import ReceivedRun
 from rankless.engine.io.requests import Fragments, OnBytesMoved, ProviderOf, ignore_progress, merge_fragments
 from rankless.engine.io.upload_target import PART_BYTES, UploadTarget
 from rankless.engine.io.write import hash_fragments
