@@ -50,7 +50,7 @@ def delete_alias(path: Path, name: str) -> None:
 
 
 def read_alias(path: Path, name: str) -> Alias | None:
-    """Return what an alias means, or ``None`` if there is none of this name. Raises ``CorruptCheckpointError``."""
+    """Return an alias with its meaning, or ``None`` if no alias has this name. Raises ``CorruptCheckpointError``."""
     file = _alias_path(path, name)
     try:
         store_of(file).check_regular(file, within=(path,))

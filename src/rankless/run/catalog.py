@@ -136,10 +136,10 @@ def _check_not_behind(path: Path, job: JobHistory, saved: Sequence[CheckpointInf
 
 
 def claim_incarnation(path: Path, job: JobHistory, *, warns: bool = True) -> None:
-    """Claim an incarnation for a job that has just loaded what it continues, on rank 0.
+    """Claim an incarnation for a job that has just loaded the checkpoint that it continues, on rank 0.
 
     So an older job that is still alive learns it before the first save. If the claim fails, that save tries again.
-    ``warns``: warn of what is abandoned.
+    ``warns``: warn of the checkpoints that are abandoned.
     """
     if job.claim is None:
         try:

@@ -170,8 +170,8 @@ def displaced_checkpoints(names: Collection[str]) -> Iterator[HiddenName]:
     """Yield the hidden names of checkpoints that were displaced by a replace which was interrupted.
 
     ``names`` are all names in the run directory. A displaced checkpoint still counts as the checkpoint of its tag,
-    because the new one, whose pending directory exists, has not got the name yet. This state exists only on file
-    systems that cannot exchange two names, and lasts only if the save died in it.
+    because the new one has a pending directory, but has not got the name yet. This state exists only on file systems
+    that cannot exchange two names, and lasts only if the save died in it.
     """
     for name in names:
         hidden = parse_hidden_name(name)
@@ -205,8 +205,8 @@ def read_info_strictly(folder: Path, tag: str) -> CheckpointInfo | None:
 def _is_other_directory(folder: Path) -> bool:
     """Return whether there is a directory that is no checkpoint.
 
-    A client of a network file system may take the name for a checkpoint that was replaced, and of which not all is
-    left. Then it asks again.
+    A client of a network file system may take the name for a checkpoint that was replaced and is partly deleted. Then
+    it asks again.
     """
     store = store_of(folder)
     if store.is_remote:

@@ -75,9 +75,9 @@ class LoadedBase(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint that a job has loaded, of a run directory or by its own path.
 
     ``newest`` is the highest sequence number of the current checkpoints of its run then, or ``None`` if the caller has
-    named the checkpoint. ``seen`` is the newest incarnation of the run then. ``token`` is that of the job: rank 0's,
+    named the checkpoint. ``seen`` is the newest incarnation of the run then. ``token`` is the job's token: rank 0's,
     which has selected the checkpoint. ``resumes``: the training goes on from it. Without an ``id`` the job begins the
-    run anew: all earlier checkpoints of the run are abandoned. ``edits`` are those by which it came about.
+    run anew: all earlier checkpoints of the run are abandoned. ``edits`` are the edits that have made it.
     """
 
     id: str
@@ -93,7 +93,7 @@ class LoadedBase(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, saved: KnownCheckpoint, tag: str, newest: int | None, token: str, seen: int = 0) -> LoadedBase:
-        """Return what a job has loaded."""
+        """Return the base for a checkpoint that a job has loaded."""
         return cls(
             id=saved.id,
             run=saved.run,
@@ -151,13 +151,13 @@ class JobHistory(msgspec.Struct):
         claim: The incarnation that it has claimed.
         runs: The runs that it has saved or loaded, in any directory: in a copy of that it continues them, too.
         sequence: The highest sequence number that it has saved or loaded here.
-        point: The incarnation and the sequence number of the checkpoint from which its state goes on.
+        point: The incarnation and the sequence number of the checkpoint that its state goes on from.
         newest: The id and the tag of that checkpoint.
         numbering: The numbers of its process in local tiers, which no list shows.
         command: The command that claims without a job; else empty.
         tier: The folder of the local tier with which it claims; else empty.
-        groups: The name of the job whose replica groups hold the same state, and any of which may save; else empty.
-        edits: The edits by which its state came about: its checkpoints name them.
+        groups: The name of the job, if its replica groups hold the same state and any of them may save; else empty.
+        edits: The edits that have made its state: its checkpoints name them.
         began: When this process began to look at the run directory, in seconds since 1970.
     """
 
@@ -267,7 +267,7 @@ def _list_entries(folder: Path) -> dict[int, str]:
 #: The entries that were read from object stores, by path and version.
 _entries: dict[tuple[Path, str], Entry] = {}
 
-#: The corrupt entries of which this process has warned.
+#: The corrupt entries that this process has warned of.
 _passed_over: set[Path] = set()
 
 
@@ -588,7 +588,7 @@ def _line_of(run: Path, base: LoadedBase) -> tuple[tuple[int, int], ...]:
 
 
 def _find_base(job: JobHistory, newest: Entry, found: Sequence[FoundCheckpoint]) -> LoadedBase | None:
-    """Return what the job continues: what it has loaded here, or the newest checkpoint of a run that it has loaded."""
+    """Return the base of a job: the checkpoint that it loaded here, or the newest one of a run that it has loaded."""
     if job.base is not None:
         return job.base
     continued = [saved for saved in found if saved.run in job.runs and newest.is_current(saved)]
@@ -626,7 +626,7 @@ def check_not_superseded(run: Path, newest: Entry, job: JobHistory) -> None:
 
 
 def _is_overwritten(run: Path, newest: Entry, claimed: Claim, groups: str) -> bool:
-    """Return whether the entry of a job's claim is that of another job now, which has claimed at the same moment.
+    """Return whether the entry of a job's claim belongs to another job now, which has claimed at the same moment.
 
     A store that ignores conditions lets both write it. Another one of its replica ``groups`` is the same job.
     """

@@ -1,9 +1,9 @@
-"""Removal in a run directory on a file system: of what dead saves have left, and of checkpoints.
+"""Removal in a run directory on a file system: of leftovers of dead saves, and of checkpoints.
 
 A checkpoint is renamed to a hidden name before it is deleted, so that a partly deleted directory never looks complete.
 
 :class:`rankless.run.folder_run_store.FolderRunStore` calls it, on rank 0 of saves and in commands. The order of a
-removal must stay: take the lock, look for pins and aliases, rename, look at what was renamed, delete.
+removal must stay: take the lock, look for pins and aliases, rename, look at the renamed directory, delete.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def delete_unprotected(info: CheckpointInfo) -> bool:
 def _lock_removal(parent: Path, name: HiddenName) -> AbstractContextManager[object]:
     """Take a lock, if possible: no other process removes files, or pins the checkpoint, as long as it is held.
 
-    Without space for the lock file the removal goes on: it is what makes space.
+    Without space for the lock file the removal goes on: it makes space.
     """
     try:
         return closing(acquire_lock(parent, name))
@@ -194,7 +194,7 @@ def _delete_checkpoint(info: CheckpointInfo, hidden: Path) -> bool:
 
 
 def give_back(hidden: Path, path: Path) -> None:
-    """Undo the rename of what took the name after a check. If the name is taken again, give it one next to that.
+    """Undo the rename of a path that took the name after a check. If the name is taken again, use one next to it.
 
     It may be anybody's, so it is not removed, and does not stay hidden: hidden directories are cleaned up.
     """

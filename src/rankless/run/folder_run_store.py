@@ -135,7 +135,7 @@ class FolderRunStore(msgspec.Struct, frozen=True):
         return removed
 
     def find_state(self, tag: str, checkpoint_id: str) -> str:
-        """See :class:`RunStore`. It is that of all its files, which somebody may repair."""
+        """See :class:`RunStore`. It is the state of all its files, which somebody may repair."""
         del checkpoint_id
         return posix.tree_state(self.run / tag)
 

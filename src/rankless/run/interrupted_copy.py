@@ -143,7 +143,7 @@ def _is_cut(folder: Path) -> bool:
 
     Its end is its checksum. Any other fault of a manifest may be one of a disk, and the checkpoint is left alone.
     """
-    with suppress(FormatError, NoCheckpointError):  # that of another program, or it was removed meanwhile
+    with suppress(FormatError, NoCheckpointError):  # another program's file, or it was removed meanwhile
         try:
             read_manifest(folder)
         except CorruptCheckpointError:
@@ -178,7 +178,7 @@ def _read_start(file: Path) -> bytes:
 
 
 def _has_our_checksums(start: bytes) -> bool:
-    """Return whether rankless has written a file of tensors, of which the end may be missing, even most of it."""
+    """Return whether rankless has written a file of tensors. Its end may be missing, even most of it."""
     return CRC_KEY.encode() in start or _HEADER.startswith(start[LENGTH_BYTES:])
 
 

@@ -27,7 +27,7 @@ from rankless.observe.warning import warn_caller
 from rankless.process.prepared_types import prepared
 from rankless.run.run_store import run_store_of, tag_of
 
-#: The bytes from which on a journal is replaced by a new one.
+#: A journal of so many bytes is replaced by a new one.
 MAX_BYTES = 2**20
 
 #: The most entries of a journal in an object store.
@@ -54,7 +54,7 @@ Placement = tuple[tuple[str, _Count], ...]
 
 _log = logging.getLogger("rankless")
 
-#: The run directories whose journal could not be written by this process.
+#: The run directories with a journal that this process could not write.
 _failed: set[Path] = set()
 
 

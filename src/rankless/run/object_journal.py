@@ -1,7 +1,7 @@
 """The journal of a run in an object store: ``RUN/.journal/TIME.RANDOM.json``, a small object for each entry.
 
 Objects cannot be appended to, and jobs that replace one object would lose each other's entries. The names begin with
-the time, so their order is that of the entries. Each write removes the oldest ones, so their number is bounded.
+the time, so they sort like the entries. Each write removes the oldest ones, so their number is bounded.
 
 :mod:`rankless.run.journal` calls it for runs in object stores, on rank 0 and in commands.
 """

@@ -1,4 +1,4 @@
-"""Removal of checkpoints from a run in an object store, and of what dead saves have left there.
+"""Removal of checkpoints from a run in an object store, and of the leftovers of dead saves there.
 
 Retention and the failure of a save call it on rank 0, ``rankless prune`` in its process. The orders must stay: pointers
 are removed before files, and a folder is marked before the look for pointers.
@@ -204,7 +204,7 @@ def seems_alive(time_of_change: float) -> bool:
 
 
 def _discard_all(folders: Sequence[ObjectPath]) -> tuple[list[Path], list[RanklessError]]:
-    """Delete what dead saves have uploaded. Return what was deleted, and why others could not be."""
+    """Delete the uploads of dead saves. Return the deleted folders, and the errors of the others."""
     removed, failures = list[Path](), list[RanklessError]()
     for folder in folders:
         try:

@@ -1,8 +1,9 @@
-"""Proof of what is ours: only what an output is known to consist of is replaced or removed.
+"""Proof of ownership: only the files that an output is known to consist of are replaced or removed.
 
-A user may keep anything at a path that a save is given, and put anything into a checkpoint. So whatever replaces or
-removes a path asks first: the reader of a format that the caller may replace must name every file there. Saves,
-drains, retention, components, DCP, Lightning and exports all ask here, so that none of them forgets it.
+A user may keep anything at a path that a save is given, and put anything into a checkpoint. So all code that replaces
+or removes a path asks first: the reader of a format that the caller may replace must name every file there. For
+example, a checkpoint folder with the user's ``notes.txt`` is not replaced. Saves, drains, retention, components, DCP,
+Lightning and exports all ask here, so that none of them forgets it.
 
 Rank 0 asks in the first vote of a save, and again in the commit, after an exchange of names; clean-ups and retention
 ask before and after their renames. What cannot be proved must count as foreign.
@@ -106,7 +107,7 @@ _PROOFS: Mapping[str, _Proof] = {
 
 
 class SortedObjects(msgspec.Struct, frozen=True):
-    """The names of the objects below a path in an object store: those of an output of ours, and those of others."""
+    """The names of the objects below a path in an object store: the objects of an output of ours, and other objects."""
 
     owned: frozenset[str]
     foreign: frozenset[str]
@@ -208,7 +209,7 @@ def _describe_manifest(path: Path) -> str:
 
 
 def checkpoint_of(tag: str) -> Replaceable:
-    """Return what a save of a checkpoint replaces, and what retention removes: a checkpoint that has this tag."""
+    """Return the rule for saves and retention: they may replace or remove a checkpoint that has this tag."""
     return Replaceable(("checkpoint", "unfinished"), "a checkpoint of rankless", tag)
 
 

@@ -38,7 +38,7 @@ from rankless.storage import atomic_rename, directory_trees, posix
 from rankless.storage.filesystem_kind import find_bucket_mount
 from rankless.storage.store import store_of
 
-#: The directories for which this process has warned of a mounted bucket.
+#: The directories that this process has warned of, because they are in a mounted bucket.
 _known_mounts: set[Path] = set()
 
 #: The most attempts to replace a path while other processes change it.
@@ -51,7 +51,7 @@ def hidden_name(final: Path) -> HiddenName:
 
 
 class PendingDirectory:
-    """A hidden directory, whose contents get the path ``final`` in one step.
+    """A hidden directory. Its contents get the path ``final`` in one step.
 
     One process, rank 0, creates, publishes and removes it. The other ranks know its path, and write files into it.
     """
@@ -69,12 +69,12 @@ class PendingDirectory:
 
     @property
     def displaced_path(self) -> Path:
-        """The hidden path of what was at the final path before :meth:`replace`."""
+        """The hidden path of the old contents of the final path, after :meth:`replace`."""
         return self.final.parent / self.name.with_state("replaced").name
 
     @property
     def removal_path(self) -> Path:
-        """The hidden path of what was replaced while it is being deleted."""
+        """The hidden path of the replaced contents while they are being deleted."""
         return self.final.parent / self.name.with_state("removed").name
 
     @property
@@ -83,7 +83,7 @@ class PendingDirectory:
         return self._lock is not None
 
     def create(self, nbytes: int = 0) -> None:
-        """Create and lock the directory, in which ``nbytes`` bytes will be written. A failure leaves nothing behind.
+        """Create and lock the directory for a write of ``nbytes`` bytes. A failure leaves nothing behind.
 
         Raises ``StorageError`` if the file system has not enough space, or if another process uses the name.
         """
@@ -130,10 +130,10 @@ class PendingDirectory:
             self.publish()
 
     def replace_tag(self, saved: KnownCheckpoint, check_replaceable: Callable[[Path], None]) -> None:
-        """Publish a checkpoint in place of what has the tag, as :meth:`replace` does.
+        """Publish a checkpoint in place of the one with the tag, as :meth:`replace` does.
 
-        An abandoned one of its run is not replaced, but gets another tag: an overwrite is meant for what the run saves
-        over and over again, such as its last checkpoint. An interrupted copy is hidden.
+        An abandoned one of its run is not replaced, but gets another tag: an overwrite is meant for a tag that the run
+        saves over and over again, such as ``last``. An interrupted copy is hidden.
         """
         self._free_tag(saved)
         self.replace(check_replaceable)
@@ -150,9 +150,9 @@ class PendingDirectory:
         return name_abandoned(self.final, saved) or hide_interrupted_copy(self.final, saved.run, names)
 
     def replace(self, check_replaceable: Callable[[Path], None], entry: str = "") -> None:
-        """Rename the directory, or one entry of it, to the final path, in place of what is there.
+        """Rename the directory, or one entry of it, to the final path, in place of its old contents.
 
-        What was there is then at ``displaced_path``. The directory stays locked until :meth:`remove_displaced` has
+        The old contents are then at ``displaced_path``. The directory stays locked until :meth:`remove_displaced` has
         deleted it. ``check_replaceable`` is called with the final path, and after an exchange with ``displaced_path``:
         it raises ``TagExistsError`` if what is at a path is not ours, or must keep its name. Other processes may
         replace or remove the final path meanwhile.
@@ -288,7 +288,7 @@ def check_destination(final: Path) -> None:
     """Check that something new can be written to a path.
 
     Raises ``TagExistsError`` if the path exists, and ``InvalidArgumentError`` if it is a bucket, or inside a rankless
-    checkpoint, whose manifest lists all files in it.
+    checkpoint: its manifest lists all files in it.
     """
     if store_of(final).is_bucket(final):
         raise InvalidArgumentError(f"{final} is a bucket: choose a path in it")

@@ -2,7 +2,8 @@
 
 A save checks a policy on each rank in its first vote, and rank 0 applies it after the commit
 (:func:`rankless.run.cleanup.expired_checkpoints`). All ranks must pass equal policies, which are compared by their
-``repr``.
+``repr``. For example, ``KeepLast(2) | KeepEvery(1000)`` keeps the two newest checkpoints, and step 1000, 2000 and so
+on.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class KeepLast(Retention):
 
 @dataclass(frozen=True)
 class KeepEvery(Retention):
-    """Keeps checkpoints whose step is a multiple of ``steps``. For fractions rounding errors are ignored."""
+    """Keeps checkpoints if their step is a multiple of ``steps``. For fractions rounding errors are ignored."""
 
     steps: float
 

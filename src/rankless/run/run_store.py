@@ -73,7 +73,7 @@ class RunStore(Protocol):
     # Removing
 
     def list_stale(self) -> list[StaleDirectory]:
-        """Return what saves and removals have left, or still use."""
+        """Return the folders that saves and removals have left, or still use."""
 
     def seems_alive(self, time_of_change: float) -> bool:
         """Return whether, for all that the time of the last change tells, a save in progress may go on."""
@@ -104,7 +104,7 @@ class RunStore(Protocol):
     # Locks between processes
 
     def held_pin(self, path: Path) -> AbstractContextManager[object]:
-        """Hold a pin, whose name no other process uses. Raises ``StorageError`` if it cannot be created."""
+        """Hold a pin. No other process may use its name. Raises ``StorageError`` if it cannot be created."""
 
     def is_pin_over(self, path: Path) -> bool:
         """Remove a pin if its holder is known to be dead. Return whether it is removed, now or before."""

@@ -42,7 +42,7 @@ from rankless.save.handle import Result, SaveHandle
 from rankless.save.save_operation import Content, SaveOperation
 from rankless.state.step_guard import StepGuard
 
-#: The maximum number of seconds in which a thread must begin to run.
+#: A thread must begin to run within so many seconds.
 _START_SECONDS = 5.0
 
 _log = logging.getLogger("rankless")
@@ -77,7 +77,7 @@ class BackgroundSaves:
 
     def __init__(self) -> None:
         self._memory, self._guard = StagingMemory(), StepGuard()
-        #: The saves in progress, and the failed saves whose error was not raised yet.
+        #: The saves in progress, and the failed saves with an error that was not raised yet.
         self._flights: list[_SaveInFlight] = []
         #: By path, the lock of the thread that starts a save, until the save is done or runs in the background.
         self._turns: weakref.WeakValueDictionary[Path, _PathTurn] = weakref.WeakValueDictionary()
@@ -333,7 +333,7 @@ class _PathTurn:
 
 
 def _of_group(flights: list[_SaveInFlight], group: dist.ProcessGroup | None) -> list[_SaveInFlight]:
-    """Return the saves of a process group, whose ranks all raise their errors in the same call."""
+    """Return the saves of a process group. All its ranks raise their errors in the same call."""
     return [flight for flight in flights if (flight.group and flight.group()) is group]
 
 

@@ -41,8 +41,8 @@ class BaseCheckpoint(msgspec.Struct, frozen=True):
     """The checkpoint with this ``id`` in the directory ``path``.
 
     ``files`` are, on rank 0, its tensor files by their paths inside the checkpoint, and ``sequence`` is its number.
-    ``versions`` are those of this rank's frozen parameters when the checkpoint was saved. ``sharing_saves`` counts the
-    saves from the last full one to it, on rank 0; it is ``None`` if it was loaded.
+    ``versions`` are the versions that this rank's frozen parameters had when the checkpoint was saved.
+    ``sharing_saves`` counts the saves from the last full one to it, on rank 0; it is ``None`` if it was loaded.
     """
 
     path: Path
@@ -80,9 +80,9 @@ class UploadedBase(msgspec.Struct, frozen=True):
 class KnownRun(msgspec.Struct):
     """The knowledge of this process about a run that it writes into.
 
-    ``checkpoint`` is the base of the next save, if there is one; ``uploaded`` in an object store. ``sharing`` is what
-    is known about the file system, ``has_checked_store`` whether an object store was asked if it honours conditions,
-    and ``makes_copies`` whether it copies objects, if that is known.
+    ``checkpoint`` is the base of the next save, if there is one; ``uploaded`` in an object store. ``sharing`` has the
+    known facts about the file system, ``has_checked_store`` says whether an object store was asked if it honours
+    conditions, and ``makes_copies`` whether it copies objects, if that is known.
     """
 
     checkpoint: BaseCheckpoint | None = None

@@ -1,13 +1,13 @@
 """The steps at which a ``Checkpointer`` saves: each multiple of a number, or whenever so much time has passed.
 
-The time is that of rank 0, and all ranks must save at the same step. They meet for a decision only at some steps,
-every few seconds: each decision says after how many further steps the next one is due. It is at half of the
-steps that the remaining time seems to have, and at most :data:`_LOOK_SECONDS` away, so that a training whose steps take
-longer than before is noticed. No thread watches the time, and other steps send nothing.
+Rank 0's clock counts, and all ranks must save at the same step. They meet for a decision only at some steps, every few
+seconds: each decision says after how many further steps the next one is due. It is at half of the steps that the
+remaining time seems to have, and at most :data:`_LOOK_SECONDS` away, so that it is noticed if the steps of a training
+begin to take longer. No thread watches the time, and other steps send nothing.
 
 :class:`rankless.Checkpointer` asks it in :meth:`~rankless.Checkpointer.step`, :mod:`rankless.model_saves` for weights
-alone: on all ranks, in the thread of the training. The number of steps to the next decision must be that of rank 0, on
-all ranks, or some would wait for a vote that others do not hold.
+alone: on all ranks, in the thread of the training. All ranks must use rank 0's number of steps to the next decision, or
+some would wait for a vote that others do not hold.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Ask = Callable[[Callable[[], bytes]], bytes]
 
 
 class Cadence(Protocol):
-    """The interface to what decides when to save. All ranks call each method at the same steps."""
+    """The interface of the objects that decide when to save. All ranks call each method at the same steps."""
 
     def is_due(self, step: int, ask: Ask) -> bool:
         """Return whether to save a step that was just completed."""
@@ -116,10 +116,11 @@ class EveryInterval:
 
 
 class CostOfSaves:
-    """The interval between saves that costs a training least time, from what its saves cost and how often it stops.
+    """The interval between saves that costs a training least time, from the cost of its saves and how often it stops.
 
-    It is that of Young and Daly: the square root of twice the cost of a save times the seconds between two failures.
-    What is saved often costs time; what is saved seldom has to be computed again. Saves take at most 5 % of the time.
+    The formula is by Young and Daly: the square root of twice the cost of a save times the seconds between two
+    failures. Frequent saves cost time; after rare saves more steps have to be computed again. Saves take at most 5 % of
+    the time. For example, a save that costs 2 seconds, with a failure every 10,000 seconds, is due every 200 seconds.
     """
 
     def __init__(self, run: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -182,7 +183,7 @@ class ByCost(EveryInterval):
 
 
 def as_cadence(save_every: int | timedelta | Literal["auto"] | None, run: Path) -> Cadence:
-    """Return what decides when to save, for the argument ``save_every``. Raises ``InvalidArgumentError``."""
+    """Return the object that decides when to save, for the argument ``save_every``. Raises ``InvalidArgumentError``."""
     if save_every is None:
         return EveryStep(0)
     if isinstance(save_every, timedelta):

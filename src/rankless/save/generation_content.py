@@ -68,7 +68,7 @@ class DrainOptions:
 
 
 class GenerationContent:
-    """An assembled generation, whose bytes become a checkpoint of the run: a save without tensors of the caller."""
+    """An assembled generation that becomes a checkpoint of the run: a save without tensors of the caller."""
 
     completed_locally: None = None
 
@@ -298,7 +298,7 @@ class GenerationContent:
         return self._generation.common.small_files
 
     def make_manifest(self, files: dict[str, FileRecord]) -> Manifest:
-        """See :class:`SavedContent`. Raises ``CorruptCheckpointError`` if the bytes are not those of the tables."""
+        """See :class:`SavedContent`. Raises ``CorruptCheckpointError`` if the tables say other bytes."""
         if self._output.grain is None:  # the records are made from the tables
             return msgspec.structs.replace(self._label.manifest, files=files)
         expected = self._generation.manifest

@@ -1,13 +1,14 @@
-"""``IncrementalSave``: the steps that find out, on all ranks together, what a save need not write.
+"""``IncrementalSave``: the steps that find out, on all ranks together, which bytes a save need not write.
 
 1. In the vote on the preparation each rank compares samples of its tensors with the files of the base. Training that
    changes everything ends here: nothing was read or hashed for nothing.
-2. Rank 0 links the files of which all samples match, and, if the file system can clone ranges, those of which some do.
-3. All ranks hash what they hold of these files. Rank 0 compares the CRCs with those of the base. Files with equal CRCs
-   stay links; unchanged ranges of the others are cloned.
+2. Rank 0 links the files if all their samples match, and, if the file system can clone ranges, also if some of them
+   match.
+3. All ranks hash the parts of these files that they hold. Rank 0 compares the CRCs with the base's CRCs. Files with
+   equal CRCs stay links; unchanged ranges of the others are cloned.
 
-With ``staging="overlapped"``, whose caller promises that only optimizer steps change parameters, frozen parameters that
-torch has not seen change are trusted in the third step, so that the call returns early. They are hashed in the
+With ``staging="overlapped"`` the caller promises that only optimizer steps change parameters. Then frozen parameters
+that torch has not seen change are trusted in the third step, so that the call returns early. They are hashed in the
 background, before anything is committed.
 
 Both outputs have one on every rank. The first and third step run in the thread of the caller, the check of trusted
@@ -36,7 +37,7 @@ from rankless.process.prepared_types import prepared
 from rankless.save.base_checkpoint import TensorVersions
 from rankless.save.shared_files import SharedFiles
 
-#: The share of the bytes of a save from which on sharing is worth its vote. States of random generators, which many
+#: Sharing is worth its vote from this share of the bytes of a save on. States of random generators, which many
 #: trainings never use, are less.
 _MIN_SHARE = 0.001
 
@@ -44,7 +45,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Candidates(msgspec.Struct, frozen=True, array_like=True):
-    """Files, by number, that may be unchanged: as a ``whole``, or ``partial`` ones of which some tensors may be."""
+    """Files, by number, that may be unchanged as a ``whole``, and ``partial`` ones: some of their tensors may be."""
 
     whole: list[int] = []
     partial: list[int] = []
@@ -147,7 +148,7 @@ class IncrementalSave:
         return omit_ranges(self._plan, decision.omitted)
 
     def find_frozen_files(self, versions: TensorVersions) -> list[int]:
-        """Return the files of which this rank has only frozen parameters that torch has not seen change.
+        """Return the files if this rank has only frozen parameters of them, and torch has not seen these change.
 
         An output in an object store calls it on each rank in the vote that opens the output.
         """

@@ -37,7 +37,7 @@ class JobMemory:
         self._directories: dict[Path, DirectoryMemory] = {}
 
     def of(self, run: Path) -> DirectoryMemory:
-        """Return what is known of a run directory. Links to it lead to the same."""
+        """Return the knowledge about a run directory. Links to it lead to the same object."""
         if run not in self._directories:
             real = run.resolve()
             new = DirectoryMemory(JobHistory(runs=self.runs, numbering=numbering_of(real)), KnownRun())

@@ -57,7 +57,7 @@ class _BegunUpload(msgspec.Struct, frozen=True, array_like=True):
 
 @prepared
 class _Unchanged(msgspec.Struct, frozen=True, array_like=True):
-    """The files, by number, of whose tensors this rank has seen no change since the base was saved; the base's id."""
+    """The files, by number, with tensors that this rank has not seen change since the base was saved; the base's id."""
 
     base: str
     files: list[int]
@@ -254,7 +254,8 @@ class RunObjectOutput:
     def _check_store(self, written: ObjectPath, data: bytes) -> None:
         """Warn if the store writes an object that exists, although the request forbids it."""
         self._known.has_checked_store = True
-        # Also a request whose first answer was lost reports a success. That does not happen twice.
+        # Also a request that is sent again, because its first answer was lost, reports a success. That does not happen
+        # twice.
         if all(self._run.store.create_object(written, data) for _ in range(2)):
             warn_caller(
                 f"the store of {self._run} ignores the condition that an object must not exist. If two jobs save the "

@@ -53,7 +53,7 @@ def _allow(*_: Manifest) -> None:
 class PublicationChecks:
     """The checks right before a pointer is created, and right after it, of its checkpoint. Each raises an error.
 
-    A request may hang for minutes, in which another job may continue the run.
+    A request may hang for minutes, and another job may continue the run meanwhile.
     """
 
     before: Callable[[], None] = _allow
@@ -122,8 +122,9 @@ class ObjectPublication:
         """Create a pointer. Return whether it counts: whether no other process has created it, or a higher one."""
         path = pointer_path(self._run, self._tag, number)
         self._possible_numbers.add(number)
-        # A store whose conditions are not atomic, or which ignores them, may let two writers create one object. What it
-        # says to exist may be the pointer of an attempt whose answer was lost, or wrong.
+        # A store with conditions that are not atomic, or which ignores them, may let two writers create one object. If
+        # it says that the pointer exists, an attempt may have created it without getting the answer, or the store is
+        # wrong.
         stored = path.store.read_back(path) if path.store.create_object(path, data) else find_bytes(path)
         if stored != data:
             if is_pointer(stored):  # another save's; what is no pointer may be the answer of a proxy

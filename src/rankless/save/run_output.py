@@ -45,10 +45,10 @@ class NewTag(msgspec.Struct, frozen=True):
     """The tag of a run that a checkpoint is to get, and the rules by which it takes the tag.
 
     ``overwrite``: it replaces the checkpoint that has the tag, unless that is newer. ``corrupt``: checkpoints that a
-    load found corrupt, whose tags it may take. ``keep``: which checkpoints are kept after it. ``job``: what the job
-    knows of the history. ``tier``: the tier that the bytes come from; then no other job may have continued the run.
-    ``incremental``: it shares unchanged bytes with the checkpoint before, unless its number is a multiple of
-    ``keep_full_every``.
+    load found corrupt, whose tags it may take. ``keep``: which checkpoints are kept after it; for example ``step_20``
+    with ``KeepLast(1)`` removes ``step_10``. ``job``: what the job knows of the history. ``tier``: the tier that the
+    bytes come from; then no other job may have continued the run. ``incremental``: it shares unchanged bytes with the
+    checkpoint before, unless its number is a multiple of ``keep_full_every``.
     """
 
     run: Path
@@ -97,7 +97,7 @@ class SavedContent(Protocol):
     def begin_commit(self, folder: Path | None = None, payloads: Sequence[bytes] = ()) -> None:
         """Note on rank 0 that all ranks have written theirs.
 
-        In a ``folder``, write what they left to rank 0: the ``payloads`` are those of :meth:`write_files`.
+        In a ``folder``, write the bytes that they left to rank 0: :meth:`write_files` has returned the ``payloads``.
         """
 
     def make_manifest(self, files: dict[str, FileRecord]) -> Manifest:
@@ -108,7 +108,7 @@ class RunOutput(Protocol):
     """One attempt to write a checkpoint into a run. All ranks have one, and call :meth:`write` together.
 
     Rank 0 decides in the vote that prepares a save or a drain: there all ranks call :meth:`prepare`, and rank 0
-    :meth:`begin`. After the vote all ranks call :meth:`join` with what that returned.
+    :meth:`begin`. After the vote all ranks call :meth:`join` with the bytes that :meth:`begin` returned.
     """
 
     @property
@@ -139,9 +139,9 @@ class RunOutput(Protocol):
     def begin(self, saved: KnownCheckpoint, posted: Sequence[bytes], records: Records = NO_RECORDS) -> bytes:
         """Create what is to be written, on rank 0. Return what all ranks must know of it.
 
-        ``posted`` are the results of :meth:`prepare` of all ranks; none if nothing is shared. ``records`` are those of
-        files whose bytes were hashed before, as a drain's: such a file may be shared if an earlier checkpoint has the
-        record. Then all ranks compare their bytes with that file.
+        ``posted`` are the results of :meth:`prepare` of all ranks; none if nothing is shared. ``records`` are the
+        records of files that were hashed before, as a drain's: such a file may be shared if an earlier checkpoint has
+        the record. Then all ranks compare their bytes with that file.
         """
 
     def join(self, begun: bytes) -> None:
@@ -168,7 +168,7 @@ class RunOutput(Protocol):
         """
 
     def remove_old(self) -> None:
-        """Remove what was replaced and what is not kept, after the commit: on rank 0, for which no rank waits.
+        """Remove the replaced checkpoint, and all that are not kept, after the commit: on rank 0. No rank waits for it.
 
         It raises nothing, or rank 0 alone would fail: the checkpoint is committed. A failure warns.
         """
@@ -181,7 +181,7 @@ class RunOutput(Protocol):
 
 
 def open_output(new: NewTag, ranks: WritingRanks, known: KnownRun) -> RunOutput:
-    """Return an output for a run, of which this process has ``known`` something. Nothing is created.
+    """Return an output for a run. ``known`` is this process's knowledge about it. Nothing is created.
 
     The modules of each kind are imported if it is used.
 

@@ -48,8 +48,8 @@ from rankless.storage.posix import host_id, host_name
 _KEY_BYTES, _VALUES_BYTES, _HOST_BYTES = 8, 16, 8
 
 #: An announcement: the key of the plan in the rank's cache, the digests of its spec, its meshes, its values and its
-#: host name, the size of its per-rank values, and those of what follows: the host name, and what the rank has prepared.
-#: After these comes a digest table.
+#: host name, the size of its per-rank values, and the sizes of the two fields that follow: the host name, and the bytes
+#: that the rank has prepared. After these comes a digest table.
 _ANNOUNCEMENT = struct.Struct(f"<{_KEY_BYTES}s16s16s{_VALUES_BYTES}s{_HOST_BYTES}sQBI")
 
 #: The most names in a warning.
@@ -270,7 +270,7 @@ def describe_differing(names: Sequence[str], outcome: str) -> str:
 
 
 class _SaveAnnouncement(NamedTuple):
-    """The parts of an announcement. ``fixed`` are those of :data:`_ANNOUNCEMENT`."""
+    """The parts of an announcement. ``fixed`` are the parts in :data:`_ANNOUNCEMENT`."""
 
     fixed: tuple[Any, ...]
     host_name: bytes
@@ -315,7 +315,7 @@ def _decide_globally(request: SaveRequestProtocol, announcements: Sequence[_Save
 
 
 def _find_left_out(tables: Sequence[bytes], name: str) -> int | None:
-    """Return the first rank that has a value of which rank 0, whose value is stored, has none; else ``None``."""
+    """Return the first rank that has a value if rank 0, which stores its own, has none; else ``None``."""
     if has_name(tables[COORDINATOR_RANK], name):
         return None
     return next((rank for rank, table in enumerate(tables) if has_name(table, name)), None)

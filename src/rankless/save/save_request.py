@@ -46,7 +46,7 @@ class SaveRequest(msgspec.Struct, frozen=True):
     the policy ``keep`` lacks a metric. ``job``: what the job knows of the history of the run directory. ``corrupt``:
     checkpoints whose tags the save may take.
     ``known_tags``: the names that are taken in the run directory, if they are known without reading it. ``local``: the
-    options of the local tier, as text. ``on_event``: the listener of this save, which calls that of the options.
+    options of the local tier, as text. ``on_event``: the listener of this save, which calls the options' listener.
     ``began``: the start of the call, in ``time.perf_counter`` seconds.
     """
 
@@ -182,7 +182,7 @@ class SaveRequest(msgspec.Struct, frozen=True):
 
 
 def _check_files(files: object) -> None:
-    """Raise ``InvalidArgumentError`` unless these are small files whose names no other file of a checkpoint has."""
+    """Raise ``InvalidArgumentError`` unless these are small files with names of their own in a checkpoint."""
     if not isinstance(files, Mapping):
         raise InvalidArgumentError(f"files must be a dict of bytes by name; got {type(files).__qualname__}")
     for name, data in files.items():

@@ -158,7 +158,7 @@ class TierContent:
         return info
 
     def _describe(self, rank_values: list[bytes]) -> Common:
-        """Return what the generation has in addition to parts and files, on rank 0."""
+        """Return the values that a generation has in addition to parts and files, on rank 0."""
         training = self._training
         options = training.request.options
         keep_full_every = options.keep_full_every if options.incremental else 1

@@ -171,11 +171,11 @@ class TrainingContent:
             self.plan_and_open(agreement, choose_identity)
 
     def agree(self, early: EarlyOpening | None = None) -> SaveAgreement:
-        """Capture the training state, and return what all ranks have agreed on.
+        """Capture the training state, and return the plan that all ranks have agreed on.
 
-        All ranks call it, in the thread of the caller. It holds the vote "looking at what to save", and those of the
-        negotiation that follow. ``early``: how the output is opened in the first one, if nothing but values has changed
-        since the save before.
+        All ranks call it, in the thread of the caller. It holds the vote "looking at what to save", and the votes of
+        the negotiation that follow. ``early``: how the output is opened in the first one, if nothing but values has
+        changed since the save before.
         """
         cache, session = self.cache, self.share.session
         global_ranks, has_metrics = self.share.ranks.global_ranks(), bool(self.request.metrics)
@@ -229,7 +229,7 @@ class TrainingContent:
         return self._prepare_output()
 
     def _prepare_output(self) -> bytes:
-        """Give the plan to the output. Return what rank 0 must know, with digests of replicas: called in a vote."""
+        """Give the plan to the output. Return the bytes for rank 0, with digests of replicas: called in a vote."""
         tensors, frozen = self.share.captured.tensors, self.share.captured.frozen
         versions = {key: tensors[key].version for key in sorted(frozen)}
         live = LiveTensors(tensors, frozen, versions, self.cache.saves)
@@ -267,7 +267,7 @@ class TrainingContent:
         Each rank calls it in the vote "preparing the save".
         """
         cache, session, grain = self.cache, self.share.session, self.output.grain
-        cache.own_spec = b""  # until the plan is that of this spec, whatever interrupts it
+        cache.own_spec = b""  # until the plan belongs to this spec, whatever interrupts it
         if agreement.global_spec is not None:
             cache.key = b""
             limit = parse_size(self.request.options.max_shard_size)
