@@ -30,7 +30,7 @@ class RankShare(NamedTuple):
     linked: Sequence[FileRange] = ()
 
 
-#: Compares the bytes that this rank has written with what it wrote.
+#: Reads the files that this rank has written, and compares their bytes with the bytes that it wrote.
 ReadBack = Callable[[], None]
 
 
@@ -38,10 +38,10 @@ class ConvertedContent(Protocol):
     """The part of a conversion that an output asks for bytes, inside the vote on the writing."""
 
     def move_share(self, move: MoveRanges) -> bytes:
-        """Call ``move`` once, with the bytes of this rank. Return what rank 0 must know of them."""
+        """Call ``move`` once, with the bytes of this rank. Return the report on them for rank 0."""
 
     def finish(self, fragments: KnownFragments, reports: Sequence[bytes]) -> None:
-        """Check the source, and let the target write its headers, on rank 0, from what all ranks have hashed."""
+        """Check the source, and let the target write its headers, on rank 0, from the hashes of all ranks."""
 
 
 class ConversionOutput(Protocol):
@@ -49,7 +49,7 @@ class ConversionOutput(Protocol):
 
     @property
     def pending(self) -> Path:
-        """The folder in which the target of rank 0 creates its files. Rank 0 sends it to all ranks."""
+        """The folder for the files that rank 0's target creates. Rank 0 sends it to all ranks."""
 
     def clean_up(self) -> None:
         """Remove what dead conversions to the same path have left, on rank 0.

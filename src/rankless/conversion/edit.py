@@ -67,7 +67,7 @@ def edit(
         model_only: write only the model.
         keys: as in :func:`rankless.convert`.
         layout: as in :func:`rankless.convert`, for a source of NxD or Megatron.
-        step: the training step of the output, if it is another one than that of the source.
+        step: the training step of the output, if it is another one than the source's step.
         max_shard_size: the maximum bytes of tensors in one file, for formats with several files.
         verify: read the output back. The source is always verified if its format has checksums.
         on_event: is called with the progress: see :class:`rankless.Progress`.
@@ -82,7 +82,8 @@ def edit(
         MismatchError: checkpoints to average have other tensors.
         UnsupportedTensorError: a quantized weight has no scale of a known form.
         TagExistsError: ``output`` exists.
-        CorruptCheckpointError: the source does not match its checksums, or the output is not what was written.
+        CorruptCheckpointError: the source does not match its checksums, or the output has other bytes than were
+            written.
     """
     with collective_call(process_group, timeout):
         check_keys(keys)
@@ -108,5 +109,5 @@ def edit(
 
 
 def explain_edit(path: Path, edits: Edit, keys: Mapping[str, str] | None = None) -> EditReport:
-    """Return what an edit would change. Nothing is written. ``rankless edit --dry-run`` prints it."""
+    """Return the changes that an edit would make. Nothing is written. ``rankless edit --dry-run`` prints it."""
     return edit_reader(open_latest(path, dict(keys or {})), parse_recipe(edits))[1]

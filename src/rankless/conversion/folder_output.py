@@ -45,7 +45,7 @@ class FolderConversionOutput:
     """A :class:`rankless.conversion.conversion_output.ConversionOutput` on a file system."""
 
     def __init__(self, final: Path, session: Session) -> None:
-        self._session, self._pending = session, PendingDirectory(final)  # that of rank 0 is used
+        self._session, self._pending = session, PendingDirectory(final)  # rank 0's is used
         self._share = RankShare(FileLayout([], {}, []), [])
         #: On rank 0, the files that are links, and what they were when they were linked.
         self._links: dict[Path, FileIdentity | None] = {}

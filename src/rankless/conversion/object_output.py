@@ -41,7 +41,7 @@ from rankless.storage.store import Upload, map_requests
 
 @prepared
 class _BegunConversion(msgspec.Struct, frozen=True, array_like=True):
-    """The files whose uploads rank 0 has begun, by their names below the final path, and the spans of tensors."""
+    """The files with uploads that rank 0 has begun, by their names below the final path, and the spans of tensors."""
 
     names: list[str]
     frames: list[FileFrame]
@@ -99,7 +99,7 @@ class ObjectConversionOutput:
         self._sparse, self._header_bytes = list(layout.files), layout.header_bytes
         names = [str(file.relative_to(self._output)) if file != self._output else "" for file in layout.files]
         finals = [self._final / name if name else self._final for name in names]
-        with suppress(RanklessError):  # a conversion does not fail because of what another one has left
+        with suppress(RanklessError):  # a conversion does not fail because of leftovers of another one
             abort_dead_uploads(self._final.parent if finals == [self._final] else self._final, finals)
         frames = list(map(_frame_file, layout.files, layout.header_bytes, _spans_by_file(layout)))
         sizes = {path: frame.size for path, frame in zip(finals, frames, strict=True)}

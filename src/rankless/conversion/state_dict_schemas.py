@@ -199,7 +199,7 @@ def _check_for_lightning(groups: Groups, values: Mapping[str, Any]) -> None:
 
 
 def _warn_of_objects(values: Mapping[str, Any], output: str) -> None:
-    """Warn of the states of objects that were saved as ``stateful``, for which an output has no place."""
+    """Warn of the states of objects that were saved as ``stateful``, if an output has no place for them."""
     if names := sorted(values.get("stateful") or ()):
         warn_caller(f"{output} has no place for the stateful objects {', '.join(map(repr, names))}: they are left out")
 
@@ -270,7 +270,7 @@ def optimizer_state_dict(
 
 
 def check_named(optimizer: Mapping[str, Any]) -> None:
-    """Raise ``InvalidArgumentError`` for the values of an optimizer whose parameters have no names."""
+    """Raise ``InvalidArgumentError`` for the values of an optimizer with parameters that have no names."""
     if optimizer.get(BY_NUMBER):
         raise InvalidArgumentError(
             "the source has only numbers for the optimizer's parameters, and their names are unknown: load it into the "
@@ -279,7 +279,7 @@ def check_named(optimizer: Mapping[str, Any]) -> None:
 
 
 def scheduler_state_dict(values: Any) -> Any:
-    """Return the ``state_dict()`` of one scheduler, or a list of those of several."""
+    """Return the ``state_dict()`` of one scheduler, or a list with one for each of several."""
     return [scheduler["state"] for scheduler in values] if isinstance(values, list) else values["state"]
 
 

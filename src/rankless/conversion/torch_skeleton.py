@@ -66,7 +66,7 @@ class TorchSkeleton:
         return zip(self._starts[first:], self._pieces[first:], strict=True)
 
     def fill(self, contents: Mapping[int, bytes]) -> list[tuple[int, bytes]]:
-        """Return all bytes that are known, by offset, with those of ``contents``, which are in holes.
+        """Return all bytes that are known, by offset, with the ``contents``, which are in holes.
 
         They are written into the file as they are.
         """

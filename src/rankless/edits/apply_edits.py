@@ -34,7 +34,7 @@ _log = logging.getLogger("rankless")
 
 
 class EditReport(msgspec.Struct, frozen=True):
-    """A report of an edit: what becomes of what, and what no stored tensor has. ``lines`` begin with the group."""
+    """A report of an edit: the changes, and the names that no stored tensor has. ``lines`` begin with the group."""
 
     lines: Sequence[str]
     reconstructed: Sequence[str]

@@ -34,7 +34,7 @@ def change_parts(config: dict[str, Any], change: Callable[[dict[str, Any]], dict
 
 
 def replace_dtypes(content: Any, dtype: str, depth: int = _MAX_DEPTH) -> Any:
-    """Return a configuration with a dtype of torch wherever it names one, but not that of quantization."""
+    """Return a configuration with a dtype of torch wherever it names one, except the dtype of quantization."""
     if not isinstance(content, dict) or not depth:
         return content
     replaced = {key: dtype for key in _DTYPE_KEYS if isinstance(content.get(key), str)}

@@ -89,7 +89,7 @@ _Weights = dict[str, tuple[str, EditedTensor]]
 
 
 class _Quantised(msgspec.Struct, frozen=True):
-    """A model: its quantized weights as numbers, and the names of what is dropped with their scales."""
+    """A model: its quantized weights as numbers, and the names of scales and others that are dropped."""
 
     names: Collection[str]
     weights: _Weights

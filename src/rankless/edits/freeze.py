@@ -43,7 +43,7 @@ class Freeze(msgspec.Struct, frozen=True, tag_field="verb", tag="freeze", forbid
 
 
 class Unfreeze(msgspec.Struct, frozen=True, tag_field="verb", tag="unfreeze", forbid_unknown_fields=True):
-    """Let parameters join the optimizer: with the states of a new parameter, whose moments and steps are zero.
+    """Let parameters join the optimizer: with the states of a new parameter. Its moments and steps are zero.
 
     Args:
         include: Shell patterns of the parameters.
@@ -69,7 +69,7 @@ class Unfreeze(msgspec.Struct, frozen=True, tag_field="verb", tag="unfreeze", fo
 
 
 def add_trained(catalog: Catalog, names: Sequence[str], like: Parameter) -> Catalog:
-    """Return a catalog in which parameters of a model have states like those of another one, ``like``, in its group.
+    """Return a catalog with states for parameters of a model, of the kinds and in the group of another one, ``like``.
 
     Raises ``InvalidArgumentError`` if one has states already, in any optimizer.
     """
@@ -99,7 +99,7 @@ def add_trained(catalog: Catalog, names: Sequence[str], like: Parameter) -> Cata
 def _new_state(
     parameter: EditedTensor, state: str, like: EditedTensor, sibling: EditedTensor, name: str
 ) -> EditedTensor:
-    """Return the state of a parameter that was never trained, given that of another one, its ``sibling``."""
+    """Return the state of a parameter that was never trained, given the same state of another one, its ``sibling``."""
     if sibling.info.shape == () != parameter.info.shape and state != STEP:
         raise InvalidArgumentError(
             f"unfreeze: the parameter that {name!r} is like has one value, so that its state {state!r} does not tell "

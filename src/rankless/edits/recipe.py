@@ -139,7 +139,7 @@ def _parse_text(text: str) -> Verb:
 
 
 def _parse_value(verb: type[Any], key: str, value: str) -> Any:
-    """Return an argument as its type is: a number, a text, or a list, whose elements have commas between them."""
+    """Return an argument by its type: a number, a text, or a list with commas, such as ``[0, 4, 5]`` for ``0,4-5``."""
     types = {field.name: str(field.type) for field in msgspec.structs.fields(verb)}
     kind = types.get(key, "str")
     if "list[int]" in kind:

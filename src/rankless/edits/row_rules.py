@@ -54,7 +54,7 @@ class RowRule(msgspec.Struct, frozen=True):
 
 
 def parse_rule(text: str, seed: int) -> RowRule:
-    """Return the rule that a recipe names. Raises ``InvalidArgumentError``."""
+    """Return the rule that a recipe names, such as ``copy:0`` or ``normal:0.02``. Raises ``InvalidArgumentError``."""
     if not 0 <= seed < _SEEDS:
         raise InvalidArgumentError(f"seed must be 0 to {_SEEDS - 1}; got {seed}")
     match = _RULE.fullmatch(text)

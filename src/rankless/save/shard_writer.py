@@ -157,7 +157,7 @@ class ShardWriter:
     def _write_and_exchange(
         self, files: Sequence[Path], staged: StagedTensors | None, p2p: P2PExchange, on_moved: OnBytesMoved
     ) -> Fragments:
-        """Write the bytes of this rank's plan, except bytes in cells that another host writes: send these."""
+        """Write the bytes that this rank assembles and holds, but send those in cells that another host writes."""
         cells = CellExchange(self._plan.sent, self._plan.received, p2p, StoreMessages(self._session, self._attempt))
         striped: Fragments = {}
         if staged is None:

@@ -198,7 +198,7 @@ def _rename_new(source: Path, target: Path) -> None:
 def _rename(source: Path, target: Path) -> None:
     """Rename a path.
 
-    After a restart of a file server its client sends a rename again whose reply was lost. The server reports that the
+    After a restart of a file server its client sends a rename again if the reply was lost. The server reports that the
     source is missing then, although the rename is done.
     """
     identity = identify(source)

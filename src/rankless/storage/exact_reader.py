@@ -161,6 +161,6 @@ def _is_on_disk(fd: int) -> bool:
     """Return whether a file is on a disk of this machine, according to its device number.
 
     ext4 and XFS report the number of the disk. File systems without a disk report an anonymous number, as do some with
-    a disk (Btrfs, ZFS, overlay), whose files are then read through the cache.
+    a disk (Btrfs, ZFS, overlay). Their files are then read through the cache.
     """
     return os.major(os.fstat(fd).st_dev) > 0

@@ -73,7 +73,7 @@ class FileMemo(Generic[T]):
         return entry[1] if entry is not None and entry[0] == sign_file(file) else None
 
     def remember(self, file: str, signature: FileSignature | None, value: T) -> None:
-        """Store a value. ``signature`` is that of the file before it was read."""
+        """Store a value. ``signature`` is the file's signature before it was read."""
         if signature is None or not _is_settled(file, signature):
             return
         if len(self._values) >= self._capacity:

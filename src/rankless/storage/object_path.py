@@ -79,7 +79,7 @@ def as_object(path: Path) -> ObjectPath:
 
 
 def is_canonical(key: str) -> bool:
-    """Return whether a path stands for exactly this key. Others have empty names, such as those of folder markers."""
+    """Return whether a path stands for exactly this key. Others have empty names, such as ``run/``."""
     return not {"", ".", ".."} & {*key.split("/")}
 
 

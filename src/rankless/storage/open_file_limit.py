@@ -12,8 +12,8 @@ from pathlib import Path
 #: The most files that one reader or writer of many files keeps open.
 _MOST = 192
 
-#: The part of what the process may still open that one reader or writer takes: each file has up to two descriptors,
-#: and a conversion, or two saves at a time, have several readers and writers.
+#: One reader or writer takes this part of the files that the process may still open: each file has up to two
+#: descriptors, and a conversion, or two saves at a time, have several readers and writers.
 _SHARE = 8
 
 #: Where macOS and Linux show what a process has open. A root of Linux without udev may lack the first one.

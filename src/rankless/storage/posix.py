@@ -34,7 +34,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 #: The errors of opening a path as a directory if it is none.
 _NOT_DIRECTORY = {errno.ENOTDIR, errno.ELOOP}
 
-#: What to do about an error whose text does not say it.
+#: Advice for errors with a text that does not say it.
 _HINTS = {errno.EMFILE: ": raise the limit of this process (ulimit -n)"}
 
 #: How a file is opened that may be a named pipe: without that flag, the call waits until a process writes into it.
@@ -243,7 +243,7 @@ def start_writeback(fd: int) -> None:
     """Let the kernel begin to write the bytes of a file to its disk, if the system can: a later sync waits less."""
     if hasattr(os, "posix_fadvise"):
         # Linux starts the writeback of dirty pages at this advice, and drops the pages that are clean already. A file
-        # system may refuse advice; errors of the writeback are those of the later sync.
+        # system may refuse advice; the later sync reports errors of the writeback.
         with suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 

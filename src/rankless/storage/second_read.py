@@ -49,7 +49,7 @@ def read_twice_if_wrong(path: Path, read: Callable[[], T]) -> T:
 
 
 def _identify(path: Path) -> object:
-    """Return what differs between two files of one name; of an object nothing."""
+    """Return an identity that differs between two files of one name; of an object ``None``."""
     return None if isinstance(path, ObjectPath) else identify(path)
 
 

@@ -1,4 +1,4 @@
-"""A pool of writers of many files, of which a bounded number is open.
+"""A pool of writers of many files. A bounded number of them is open.
 
 :mod:`rankless.engine.io.write_stripes` and :mod:`rankless.save.generation_content` write many small ranges with one
 pool, on each rank. A file that is closed to make room for another one must be synced before.

@@ -18,7 +18,7 @@ class Assembly:
     """A generation as the hosts of a job have it together.
 
     ``places`` has, for each part, the data file on each host that holds it. ``host_of`` is the number of each rank's
-    host, ``host`` that of the own one. ``problems`` describe the corrupt parts.
+    host, ``host`` the number of the own host. ``problems`` describe the corrupt parts.
     """
 
     generation: Generation

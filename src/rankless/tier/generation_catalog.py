@@ -77,9 +77,10 @@ def list_offers(folder: TierFolder) -> list[OfferedGeneration]:
 
 
 def find_rebuilding(lost: int, parts: Collection[int], parities: Mapping[int, Sequence[int]]) -> Sequence[int]:
-    """Return the members of the group whose parts and parities give a lost part; nothing if there is none.
+    """Return the members of the group that can rebuild a lost part from parts and parities; nothing if there is none.
 
-    ``parts`` are those that are there, ``parities`` the groups by the rank that keeps a parity.
+    ``parts`` are the parts that are there, ``parities`` the groups by the rank that keeps a parity. For example, ranks
+    0, 8 and 16 are a group, and rank 8's part is lost: the parts and parities of ranks 0 and 16 give it.
     """
     for members in parities.values():
         others = [member for member in members if member != lost]

@@ -132,7 +132,7 @@ class TierJob:
         return [] if self._slots is None else self._slots.pin_generation(key)
 
     def _forget_in_fork(self) -> None:
-        """Open the folder anew in a forked process: slots, locks and drains are those of the process before.
+        """Open the folder anew in a forked process: slots, locks and drains belong to the process before.
 
         It goes on with the incarnation that was claimed, as other objects of the job do.
         """
@@ -311,7 +311,7 @@ class TierJob:
             self.forget_newest()
 
     def take_over(self, job: str) -> None:
-        """Take over the folder for this job, whose text rank 0 has chosen.
+        """Take over the folder for this job. Rank 0 has chosen its text.
 
         Raises ``SupersededError`` if a later job has it.
         """
@@ -423,7 +423,7 @@ class TierJob:
     def note_complete(self, key: GenerationKey) -> None:
         """Note that a generation is complete in the tier.
 
-        Each rank calls it after the vote in which the generation became complete.
+        Each rank calls it after the vote that has completed the generation.
         """
         with self._lock:
             self.newest, self.is_drained = key, False

@@ -11,8 +11,9 @@ This is the scheme of SCR's ``XOR`` (https://scr.readthedocs.io).
 
 :mod:`rankless.save.tier_stage` makes parity on every rank when a generation is complete, in the background thread of an
 asynchronous save; :mod:`rankless.tier.rebuild` computes lost parts by the same rules,
-and each rank of a load checks a share of them (:mod:`rankless.load.part_assembler`). Which chunk counts for which
-member decides what parities on disks mean.
+and each rank of a load checks a share of them (:mod:`rankless.load.part_assembler`). The rule for chunks and members
+must stay: parities on disks depend on it. For example, with ``k = 3`` chunk 0 of member 0 counts for member 1, and its
+chunk 1 for member 2.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class ChunkLayout:
         return cls(len(sizes), -(-max(sizes) // (len(sizes) - 1)))
 
     def keeper(self, member: int, number: int) -> int:
-        """Return the member for whose parity a chunk of another counts."""
+        """Return the member that keeps the parity of a chunk of another member."""
         return (member + 1 + number) % self.size
 
     def chunk_for(self, member: int, keeper: int) -> int:
@@ -170,6 +171,6 @@ def add_to(memory: Bytes, start: int, data: Bytes) -> None:
 
 
 def check_parity(table: ParityTable, memory: Bytes, file: str) -> None:
-    """Raise ``CorruptCheckpointError`` if the bytes of a parity differ from what was computed."""
+    """Raise ``CorruptCheckpointError`` if the bytes of a parity differ from the computed ones."""
     if crc64(memory[: table.chunk]) != table.crc:
         raise CorruptCheckpointError(f"{file}, a parity, is corrupt")

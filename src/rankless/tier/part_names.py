@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rankless.process.prepared_types import prepared
 
-#: The suffixes of the tables of parts and parities, and of what a generation has in addition to these.
+#: The suffixes of the tables of parts and parities, and of the values that a generation has in addition to these.
 PART_SUFFIX, PARITY_SUFFIX, COMMON_SUFFIX = ".part", ".parity", ".common"
 
 _NAME = re.compile(

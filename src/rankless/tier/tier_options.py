@@ -22,7 +22,7 @@ ON_FAILURE = ("raise", "warn")
 
 @dataclass(frozen=True)
 class LocalTier:
-    """The options of a tier in which each host keeps the newest checkpoints in its own memory, or on its own disk.
+    """The options of a local tier: each host keeps the newest checkpoints in its own memory, or on its own disk.
 
     Each save is complete when it is in the tier. Every ``drain_every``-th one is then *drained*: written to the run
     directory, in the background. A job that is started again loads the newest checkpoint that the tier or the run

@@ -91,7 +91,7 @@ class SharedKeySigner:
 
     def __init__(self, account: str, key: bytes) -> None:
         self._account, self._key = account, key
-        #: How much the server's clock is ahead of that of this host.
+        #: How much the server's clock is ahead of this host's clock.
         self._clock_offset = timedelta()
 
     def sign(self, request: HttpRequest) -> HttpRequest:
@@ -178,7 +178,7 @@ def _no_credentials(reason: str) -> str:
 
 
 def text_to_sign(account: str, request: HttpRequest) -> str:
-    """Return the text whose HMAC-SHA256 is the signature of a request (scheme SharedKey)."""
+    """Return the text to sign for a request: its HMAC-SHA256 is the signature (scheme SharedKey)."""
     nbytes = count_bytes(request.body)
     headers = {"content-length": str(nbytes) if nbytes else "", **request.headers}
     named = sorted((name, value) for name, value in headers.items() if name.startswith("x-ms-"))

@@ -93,7 +93,7 @@ class Azure(ObjectReads):
         credentials: A key of the account, or a shared access signature, or a function that returns a token of Microsoft
             Entra ID, such as ``azure.identity.get_bearer_token_provider(…)``. By default tokens of
             ``DefaultAzureCredential``, from the package ``azure-identity``.
-        ca_file: A file with the certificates of authorities to trust, instead of those of the system.
+        ca_file: A file with the certificates of authorities to trust, instead of the system's.
         headers: Further headers of requests that create objects, such as ``x-ms-access-tier`` and
             ``x-ms-encryption-scope``.
         timeout: The number of seconds without any byte after which a connection counts as broken.
@@ -199,7 +199,7 @@ class Azure(ObjectReads):
         """See :class:`~rankless.storage.store.ObjectStore`.
 
         If the answer was lost, the object that is there tells by its bytes who has created it. So ``data`` must differ
-        from what other processes write.
+        from the bytes that other processes write.
         """
         return self._put_if(path, data, ("if-none-match", "*"))
 

@@ -65,9 +65,9 @@ class NoAnswerError(RefusedRequestError):
 class ObjectRequest:
     """A request for an object; for a bucket if the path has no key.
 
-    ``permission`` is what the request needs, for errors. ``action`` completes "could not". If the answer must be XML,
-    ``root`` is the name of its first element. It must have all headers that the request ``needs``. An answer that is
-    not read ``into`` memory has at most ``limit`` bytes.
+    ``permission`` is the permission that the request needs, for errors, such as ``s3:GetObject``. ``action`` completes
+    "could not". If the answer must be XML, ``root`` is the name of its first element. It must have all headers that the
+    request ``needs``. An answer that is not read ``into`` memory has at most ``limit`` bytes.
     """
 
     method: str

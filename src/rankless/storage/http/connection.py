@@ -279,7 +279,7 @@ class _PatientReader(io.RawIOBase):
 
 
 class _WholeResponse(http.client.HTTPResponse):
-    """An answer whose headers are whole: ``http.client`` takes the end of the connection for the end of the headers."""
+    """An answer with whole headers: ``http.client`` takes the end of the connection for the end of the headers."""
 
     def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
         super().__init__(sock, *args, **options)
@@ -298,7 +298,7 @@ class _WholeResponse(http.client.HTTPResponse):
 
 
 class _WholeLines:
-    """A file whose lines are whole."""
+    """A file with whole lines."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw

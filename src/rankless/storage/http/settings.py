@@ -41,7 +41,7 @@ def is_header_text(text: str) -> bool:
 
 
 def call_credentials(function: Callable[[], T]) -> T:
-    """Return what a function returns that was passed as credentials. Raises ``StorageError`` if it fails.
+    """Call a function that was passed as credentials, and return its result. Raises ``StorageError`` if it fails.
 
     The text of its error may contain a secret, so it is not repeated, and it is not the cause of the new one.
     """

@@ -1,7 +1,7 @@
-"""``XmlStore``: all that stores with an XML API have in common. What they check of the bytes differs.
+"""``XmlStore``: all that stores with an XML API have in common. Their checks of the bytes differ.
 
-Only what all such servers do is relied on: see ``docs/design.md``. A refusal that should have come may not come, so
-what matters is compared with what the server says afterwards.
+Only what all such servers do is relied on: see ``docs/design.md``. A refusal that should have come may not come, so all
+that matters is compared with the server's state afterwards.
 
 ``S3`` and ``GCS`` inherit from it. Receipts of parts are texts, which saves pass from rank to rank:
 :meth:`XmlStore.complete_upload` takes them apart, on rank 0 (:mod:`rankless.save.shared_upload`), or in the process
@@ -73,9 +73,9 @@ class XmlStore(XmlRequests):
     def _check_completed(
         self, path: ObjectPath, records: Sequence[Sequence[str]], size: int, crc64nvme: int, answer: bytes
     ) -> None:
-        """Raise ``StorageError`` if an object is not what was sent. ``records`` are those of its parts, in order.
+        """Raise ``StorageError`` if an object is not as it was sent. ``records`` has its parts' records, in order.
 
-        ``answer`` is that of the server; it is empty if it was lost.
+        ``answer`` is the server's answer; it is empty if it was lost.
         """
 
     @abstractmethod
@@ -91,7 +91,7 @@ class XmlStore(XmlRequests):
 
     @abstractmethod
     def _version_condition(self, headers: Mapping[str, str]) -> tuple[str, str]:
-        """Return the header of a request for this version of an object only. ``headers`` are those of the object."""
+        """Return the header of a request for this version of an object only. ``headers`` are the object's."""
 
     def path(self, location: str) -> ObjectPath:
         """Return the path of ``"bucket/name"`` in this store. Raises ``InvalidArgumentError``."""
@@ -163,7 +163,7 @@ class XmlStore(XmlRequests):
         """See :class:`~rankless.storage.store.ObjectStore`.
 
         If an earlier attempt may have had its effect, the object that is there tells by its bytes who has created it.
-        So ``data`` must differ from what other processes write.
+        So ``data`` must differ from the bytes that other processes write.
         """
         return self._put_if(path, data, self.dialect.creation_condition)
 
