@@ -187,7 +187,7 @@ class RunDirectory:
             user_content: A tree of plain values, tensors and arrays. Saved from rank 0.
             dataloader: An object with ``state_dict`` and ``load_state_dict``, such as torchdata's
                 ``StatefulDataLoader``. Each rank's state is saved.
-            stateful: A dict of objects with ``state_dict`` and ``load_state_dict`` whose state is the same on all
+            stateful: A dict of objects with ``state_dict`` and ``load_state_dict`` that have the same state on all
                 ranks, such as ``{"scaler": scaler}``.
             per_rank_content: A tree of values like ``user_content``, but saved from each rank and returned to that
                 rank.
@@ -195,7 +195,7 @@ class RunDirectory:
             metrics: Numbers or tensors of one element by name, stored in the manifest and used by retention policies.
                 Values that are not finite are stored as null.
             keep: The number of newest checkpoints of this run to keep, or a policy such as
-                ``KeepLast(5) | KeepEvery(1000) | KeepBest("val_loss", 3)``; by default that of the constructor, or else
+                ``KeepLast(5) | KeepEvery(1000) | KeepBest("val_loss", 3)``; by default the constructor's, or else
                 nothing is removed. Others are removed after this one is committed, and only checkpoints of the same
                 run. A process continues the run that it loaded from; if it loaded nothing, it starts a new run. Renamed
                 or copied checkpoints are never removed.
@@ -207,7 +207,7 @@ class RunDirectory:
                 constructor.
             forced: Save even if the retention policy needs a metric that was not passed, and leave the error of an
                 earlier save in the background to :meth:`finalize`.
-            options: Options that few need, in place of those of the constructor: see :class:`rankless.SaveOptions`.
+            options: Options that few need, in place of the constructor's: see :class:`rankless.SaveOptions`.
             more: Fields of :class:`rankless.SaveOptions`; they have precedence over ``options``.
 
         Returns:
@@ -291,7 +291,7 @@ class RunDirectory:
 
     @traced("begin the save", "import")
     def _make_content(self, request: SaveRequest) -> tuple[TrainingContent, Content[CheckpointInfo]]:
-        """Return what is to be saved, and the same with the local tier in between, if there is one."""
+        """Return the content to save, and the same with the local tier in between, if there is one."""
         tier, local, ranks = self._tier, self._local, self._current_ranks()
         if tier is not None and local is not None:
             request = replace(request, known_tags=tier.known_tags, local=local.describe())
@@ -350,7 +350,7 @@ class RunDirectory:
     ) -> Any:
         """Return ``restore(...).user_content``: load ``tag`` or the latest checkpoint, and return its user content.
 
-        The arguments and errors are those of :meth:`restore`.
+        The arguments and errors are as in :meth:`restore`.
         """
         chosen = with_keywords(LoadOptions(), options, more, RunDirectory.load)
         restored = self.restore(
@@ -374,9 +374,9 @@ class RunDirectory:
         options: LoadOptions | None = None,
         **more: Unpack[LoadKeywords],
     ) -> RestoreResult:
-        """Load ``tag`` or the latest checkpoint in place, and report what was loaded.
+        """Load ``tag`` or the latest checkpoint in place, and report the loaded parts.
 
-        The arguments, the result and the errors are those of :func:`rankless.restore`. :class:`rankless.LoadOptions`
+        The arguments, the result and the errors are as in :func:`rankless.restore`. :class:`rankless.LoadOptions`
         documents ``options``, and its fields are the further keyword arguments.
         """
         with collective_call(self._process_group, self._timeout):
@@ -464,7 +464,7 @@ class RunDirectory:
     ) -> None:
         """Begin to write a checkpoint that was assembled from the local tier into the run directory.
 
-        ``on_failure`` is that of the tier by default.
+        ``on_failure`` is the tier's by default.
         """
         from rankless.save.generation_content import DrainOptions, GenerationContent  # noqa: PLC0415 - as above
 
@@ -545,7 +545,7 @@ class RunDirectory:
         vote_same_call(session, "beginning", lambda: call, lambda: b"", check_and_agree)
 
     def ask_rank_0(self, decide: Callable[[], bytes], phase: str = "deciding when to save") -> bytes:
-        """Return what ``decide`` returns on rank 0. All ranks must call it; they wait for each other.
+        """Return the result of ``decide`` on rank 0. All ranks must call it; they wait for each other.
 
         :class:`rankless.Checkpointer` and :mod:`rankless.model_saves` call it: it is a vote called ``phase``.
         """

@@ -1,7 +1,7 @@
 """The import of torch, which is not a dependency: reading needs none, and a training brings its own.
 
-What works without torch calls it where it needs a tensor; ``import rankless`` explains errors with it. Importing this
-module must not import torch.
+Code that works without torch calls it where it needs a tensor; ``import rankless`` explains errors with it. Importing
+this module must not import torch.
 """
 
 from __future__ import annotations

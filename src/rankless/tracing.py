@@ -31,7 +31,7 @@ def trace(output: str | PathLike[str], *, max_spans: int = 100_000) -> Trace:
 
     Every phase of a save or a load is a span: when it began and ended, on which rank and in which thread. Each rank
     writes a file of its own, and needs no other rank for that; :func:`merge_traces` makes one trace of them. Saves that
-    were begun in the block and end later, in the background, are recorded to their end, and what other calls do
+    were begun in the block and end later, in the background, are recorded to their end, and phases of other calls
     meanwhile as well. Then the file is written: see :meth:`Trace.wait`.
 
     Traces may overlap: each has all that happens until it ends. A forked process has no trace.
@@ -123,10 +123,10 @@ class Trace:
 
 
 def merge_traces(output: str | PathLike[str], traces: Iterable[str | PathLike[str]]) -> None:
-    """Write several traces into one file, in which each rank is a process.
+    """Write several traces into one file. Each rank is a process there.
 
     Traces of ``torch.profiler`` may be among them: times are of the same clock. Their processes and devices get new
-    numbers where these are those of ranks. The clocks of several hosts differ, by milliseconds if they are
+    numbers where ranks have the same ones. The clocks of several hosts differ, by milliseconds if they are
     synchronized, and nothing corrects that.
 
     Args:

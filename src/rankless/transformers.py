@@ -171,7 +171,7 @@ class CheckpointMixin(_Base):
         )
 
     def _run_directory(self, output_dir: Path) -> Path:
-        """Return the run directory of the checkpoints. ``output_dir`` is that of the training or of one trial of it."""
+        """Return the run directory of the checkpoints. ``output_dir`` belongs to the training or to one trial of it."""
         if self._checkpoint_dir is None:
             return output_dir
         return self._checkpoint_dir / output_dir.relative_to(str(self.args.output_dir))
@@ -191,7 +191,7 @@ class CheckpointMixin(_Base):
         return _read_files(target)
 
     def _remove_mark(self, folder: Path) -> None:
-        """Remove a directory in which there is only the mark of an incomplete checkpoint: rankless needs none."""
+        """Remove a directory that has only the mark of an incomplete checkpoint: rankless needs no mark."""
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero() and path_exists(folder) and list_names(folder) <= {_MARK}:
             remove_tree(folder)
@@ -273,7 +273,7 @@ def _has_checkpoint(path: Path) -> bool:
 
 
 def _find_metrics(log_history: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]:
-    """Return what the ``Trainer`` has logged at a step: the loss, and the metrics of an evaluation."""
+    """Return the values that the ``Trainer`` has logged at a step: the loss, and the metrics of an evaluation."""
     logged = [(name, value) for entry in log_history if entry.get("step") == step for name, value in entry.items()]
     return {
         name: float(value)

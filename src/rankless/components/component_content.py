@@ -2,8 +2,8 @@
 
 :mod:`rankless.components.pending_saves` makes one on every rank, and a
 :class:`~rankless.save.save_operation.SaveOperation` calls it. The votes
-are "looking at what to save", "preparing the save", "comparing replicas", and those of the output. Nothing is written
-before the replicas are compared.
+are "looking at what to save", "preparing the save", "comparing replicas", and the votes of the output. Nothing is
+written before the replicas are compared.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Appeared = TypeVar("Appeared")
 class _ComponentLayout(msgspec.Struct, frozen=True, array_like=True):
     """The layout of a component: the names and sizes of its files, and the spans of each tensor.
 
-    ``begun`` is what the output has returned on rank 0. Names are in the encoding of the file system.
+    ``begun`` are the bytes that the output has returned on rank 0. Names are in the encoding of the file system.
     """
 
     files: list[bytes] = []

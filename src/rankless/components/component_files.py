@@ -1,7 +1,7 @@
 """The files of a component: laid out by rank 0, filled by all ranks, finished by rank 0.
 
 The layout of a :class:`~rankless.components.component_request.ComponentRequest` makes a :class:`FileSet` in the vote
-"preparing the save"; headers are built in the decision of the vote "writing". The bytes are those of other formats:
+"preparing the save"; headers are built in the decision of the vote "writing". Other libraries define the formats:
 readers of safetensors and of ``torch.save`` must open the files.
 """
 

@@ -54,8 +54,8 @@ class SavedComponent(Protocol):
 class ComponentOutput(Protocol[Appeared_co]):
     """The place of one save of a component. All ranks have one, and call :meth:`write` together.
 
-    In the vote "preparing the save", rank 0 calls :meth:`begin`. After the vote all ranks call :meth:`join` with what
-    that returned.
+    In the vote "preparing the save", rank 0 calls :meth:`begin`. After the vote all ranks call :meth:`join` with the
+    bytes that :meth:`begin` returned.
     """
 
     @property
@@ -63,16 +63,16 @@ class ComponentOutput(Protocol[Appeared_co]):
         """The pieces of files that one rank must write; ``None`` if any ranks of a host may write side by side."""
 
     def begin(self, files: FileSet, frames: Sequence[FileFrame]) -> bytes:
-        """Create what is to be written, on rank 0. Return what all ranks must know of it.
+        """Create the new files, on rank 0. Return the bytes that all ranks must know of them.
 
-        ``frames`` are those of the files, in order.
+        ``frames`` are the frames of the files, in order.
         """
 
     def join(self, begun: bytes) -> None:
         """Take part in what rank 0 has begun."""
 
     def write(self, component: SavedComponent) -> Appeared_co:
-        """Write all files, let them appear at their final paths, and return what has appeared. It ends in votes."""
+        """Write all files, let them appear at their final paths, and return the result. It ends in votes."""
 
     def discard(self) -> None:
         """Remove what was written, after a failure, unless it has its final name.

@@ -75,7 +75,7 @@ class PendingFiles:
         return self._destination.path / name if self._destination.folder else self._destination.path
 
     def keep_file(self, number: int, header: bytes) -> bool:
-        """Link a file whose tensors are unchanged from its final path, if it has the header. Return whether it is kept.
+        """Link a file with unchanged tensors from its final path, if it has the header. Return whether it is kept.
 
         It is the same file then when the folder is published, and keeps its times. A link cannot replace a single file:
         that stays where it is.

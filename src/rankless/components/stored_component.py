@@ -24,7 +24,8 @@ MODEL, OPTIMIZER, SCHEDULER = "model", "optimizer", "scheduler"
 def name_in_component(kind: str, tensor: GlobalTensor) -> str | None:
     """Return the name of a tensor in the component ``kind``; ``None`` if it belongs to another one.
 
-    The adapters of a model are one component, in which names begin with the folder of an adapter and a slash.
+    The adapters of a model are one component: their names begin with the folder of an adapter and a slash. For example,
+    tensors in the group ``adapter/fr`` have names that begin with ``fr/``.
     """
     if kind == ADAPTER and is_adapter_group(tensor.group):
         return f"{tensor.group.removeprefix(ADAPTER).removeprefix('/')}/{tensor.name}"

@@ -1,4 +1,4 @@
-"""A DCP folder that is open for reading: its records, each of which is a chunk of a tensor or a value.
+"""A DCP folder that is open for reading: its records. Each is a chunk of a tensor, or a value.
 
 :class:`~rankless.dcp.storage_reader.FileSystemReader` opens one on each rank when torch asks for the metadata, and
 reads with it in the thread of ``dcp.load``. Values are read without running their pickle.

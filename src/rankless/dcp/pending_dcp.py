@@ -34,8 +34,8 @@ def pending_directory(final: Path) -> PendingDirectory:
 def find_pending(final: Path) -> Path:
     """Return the path of the pending directory that rank 0 has created for this save.
 
-    A client of a network file system may remember the name as that of an earlier save, which has become a checkpoint.
-    It asks the server again if the parent directory is listed.
+    A client of a network file system may remember the name from an earlier save, which has become a checkpoint. It asks
+    the server again if the parent directory is listed.
 
     Each rank calls it when it writes.
     """

@@ -89,7 +89,7 @@ class FileSystemReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank needs, in the order of the files."""
+        """Read the records that this rank needs, in the order of the files."""
         folder = self._folder
         if folder is None:
             raise InvalidArgumentError(f"the metadata of {self.path} was not read: call read_metadata first")

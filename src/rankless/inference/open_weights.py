@@ -2,7 +2,7 @@
 
 The loaders of vLLM and SGLang, and callers with another engine, enter the block on every rank, in the thread of the
 caller. It holds the votes "finding the weights", "reading the headers" and "counting hosts" at its begin, and "reading
-the weights" at its end, in which all that any rank has used is verified.
+the weights" at its end: there all bytes that any rank has used are verified.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ModelWeights:
 
     @property
     def report(self) -> WeightsReport:
-        """The report of what this rank has read, when the block has ended. Raises ``StateError`` before."""
+        """The report of this rank's reads, when the block has ended. Raises ``StateError`` before."""
         if self._report is None:
             raise StateError("the weights are not loaded yet: the report is there when the block has ended")
         return self._report
@@ -178,7 +178,7 @@ class ModelWeights:
 
     @property
     def used_names(self) -> frozenset[str]:
-        """The names of the tensors of which this rank has read something, once it was read."""
+        """The names of the tensors that this rank has read something of, once it was read."""
         return self._opened("ask for names").used_keys
 
     def count_written(self, tensor: torch.Tensor) -> int:
@@ -191,10 +191,10 @@ class ModelWeights:
             self._loader.read_held()
 
     def slices(self) -> dict[str, StoredSlice]:
-        """Return the tensors as objects from which parts are read, for loaders that cut what they need themselves.
+        """Return the tensors as objects to read parts from, for loaders that cut tensors themselves.
 
-        They are what :func:`transformers.PreTrainedModel.from_pretrained` takes as ``state_dict=``. Parts that are read
-        are plain tensors: each rank reads its own.
+        :func:`transformers.PreTrainedModel.from_pretrained` takes them as ``state_dict=``. Parts that are read are
+        plain tensors: each rank reads its own. For example, ``slices()["lm_head.weight"][:1000]`` reads 1000 rows.
 
         Returns:
             A :class:`~rankless.inference.stored_slice.StoredSlice` for each name.
@@ -285,29 +285,31 @@ def open_weights(
         model.load_weights(weights)
     ```
 
-    The block yields ``(name, tensor)`` pairs. The tensors stand for their bytes: what ``load_weights`` copies into
-    parameters is read when the block ends, or before anything else uses these parameters. What it computes with is read
-    when it is used. So a rank that needs a slice of a tensor reads that slice, whatever the layout of the engine is.
+    The block yields ``(name, tensor)`` pairs. The tensors stand for their bytes: elements that ``load_weights`` copies
+    into parameters are read when the block ends, or before anything else uses these parameters. Elements that it
+    computes with are read when they are used. So a rank that needs a slice of a tensor reads that slice, in any layout
+    of the engine.
 
     Args:
         path: A folder of safetensors files such as a snapshot of the Hugging Face Hub, one file, a checkpoint of any
             format, or a run directory; also its URL in an object store.
         tag: Of a run directory, the checkpoint to load: its tag or an alias, :func:`rankless.best`, or
             :data:`rankless.LATEST`, which is the default.
-        verify: Compare what is read with the CRCs of the files. What ranks read parts of, all ranks verify together.
-            Files without CRCs, as other libraries write them, are loaded, and reported as not verified. ``"sha256"``:
-            read all files of a download of the Hugging Face Hub first, and compare them with its checksums.
+        verify: Compare all bytes that are read with the CRCs of the files. Blocks that ranks read parts of are verified
+            by all ranks together. Files without CRCs, as other libraries write them, are loaded, and reported as not
+            verified. ``"sha256"``: read all files of a download of the Hugging Face Hub first, and compare them with
+            its checksums.
         process_group: The ranks of the engine, which all load; by default the default group. ``"self"``: this process
             alone. Of a block that is read in part it reads all, to verify it.
         timeout: For how many seconds ranks wait for each other.
         on_event: Is called with each :class:`rankless.Progress`, from any thread.
 
     Returns:
-        A context manager. After the block, ``report`` says what was read.
+        A context manager. After the block, ``report`` says which bytes were read.
 
     Raises:
         NoCheckpointError: There is no checkpoint.
-        CorruptCheckpointError: Bytes differ from what was saved: at the end of the block, on all ranks. The error names
+        CorruptCheckpointError: Bytes differ from the saved ones: at the end of the block, on all ranks. The error names
             the tensor, the file and the range. The model must not be used.
         FormatError: There is no model, or rankless cannot read one of its tensors.
         InvalidArgumentError: ``verify="sha256"`` was passed, and a file has no checksum of the Hub.

@@ -1,7 +1,7 @@
 """The plan of what each rank of an engine would read of a stored model: in one process, from the headers alone.
 
-Each rank's model takes lazy tensors whose copies are noted and never executed. Then the same planner as for a real load
-divides the reads among the ranks.
+Each rank's model takes lazy tensors. Their copies are noted and never executed. Then the same planner as for a real
+load divides the reads among the ranks.
 
 ``rankless show --for vllm`` calls it (:mod:`rankless.cli.show.engine_reads`), with the models of
 :mod:`rankless.vllm.lone_rank`.

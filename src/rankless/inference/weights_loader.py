@@ -1,10 +1,10 @@
 """Executes the copies of lazy tensors while the model's own ``load_weights`` runs.
 
-Copies are noted, and executed in large batches by a thread next to the caller, which goes on to plan. Whatever else
-touches the memory that a copy fills has to wait for the copy: :mod:`rankless.inference.copies_first` sees to that.
+Copies are noted, and executed in large batches by a thread next to the caller, which goes on to plan. All other uses of
+the memory that a copy fills have to wait for the copy: :mod:`rankless.inference.copies_first` sees to that.
 
 :class:`~rankless.inference.open_weights.ModelWeights` makes one on each rank. Votes are held in the loader's thread
-only, in the order of the rounds. Batches are executed in the order in which their copies were made.
+only, in the order of the rounds. Batches are executed in the order of their copies.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class WeightsLoader(ClosingMixin):
         self._is_closed = False
         #: What lazy tensors that still exist are views of.
         self.contents: WeakSet[StoredContent] = WeakSet()
-        #: The numbers of the tensors of which something was read, and the CRCs of that.
+        #: The numbers of the tensors that something was read of, and the CRCs of the read fragments.
         self.used: set[int] = set()
         self.fragments: Fragments = {}
         self._needed_bytes = self._read_bytes = 0
@@ -109,7 +109,7 @@ class WeightsLoader(ClosingMixin):
 
     @property
     def used_keys(self) -> frozenset[str]:
-        """The names of the tensors of which something was read."""
+        """The names of the tensors that something was read of."""
         return frozenset(key for number in list(self.used) for key in self._stored.keys(self.names[number]))
 
     def iterate(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -184,7 +184,7 @@ class WeightsLoader(ClosingMixin):
         return target
 
     def read_held(self) -> None:
-        """Read the contents of which a lazy tensor exists, whole: they are plain tensors from now on."""
+        """Read the contents that a lazy tensor exists for, whole: they are plain tensors from now on."""
         for content in [*self.contents]:
             content.make_real("held")
 
@@ -241,7 +241,7 @@ class WeightsLoader(ClosingMixin):
         wait([future for future, _ in self._running])
 
     def make_report(self, *, verified: bool, seconds: float) -> WeightsReport:
-        """Return what was read."""
+        """Return the report of the reads."""
         path = self._reader.path
         return WeightsReport(path, self._needed_bytes, self._read_bytes, verified, seconds, self._computed, self._whole)
 

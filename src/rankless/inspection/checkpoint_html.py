@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def describe_checkpoint(
     reader: Reader, manifest: Manifest | None, tag: str, metrics: Mapping[str, float | None]
 ) -> str:
-    """Return HTML with the format, the step, the size, the groups and the tensors, of which equal layers are folded."""
+    """Return HTML with the format, the step, the size, the groups and the tensors. Equal layers are folded."""
     inspected = InspectedCheckpoint(reader.path, reader, manifest)
     tensors = {
         f"{group}/{name}": info for group, name, info in inspected.iterate_tensors() if group not in VALUE_GROUPS

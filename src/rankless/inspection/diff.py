@@ -97,7 +97,7 @@ def diff(left: str | PathLike[str], right: str | PathLike[str], pattern: str | N
     Raises:
         NoCheckpointError: There is no checkpoint at a path.
         FormatError: A format is not supported.
-        CorruptCheckpointError: Stored bytes differ from what was saved.
+        CorruptCheckpointError: Stored bytes differ from the saved ones.
         CheckpointReplacedError: Another process replaced or removed a checkpoint meanwhile.
     """
     comparison = compare_metadata(inspect_path(parse_location(left)), inspect_path(parse_location(right)), pattern)

@@ -1,4 +1,4 @@
-"""Folding of tensors that differ only in the numbers in their names, such as those of equal layers, into one row.
+"""Folding of tensors of equal layers into one row: their names differ only in numbers, such as ``layers.0.weight``.
 
 ``rankless show`` and notebooks fold rows with it.
 """

@@ -66,7 +66,7 @@ class CopyOperation:
         return self._build_result(source, receiver, moved)
 
     def _match_receivers(self, source: SourceState) -> tuple[Receiver, GlobalSpec]:
-        """Match the objects of the receivers with the source. Return those of this rank, and the requests of all."""
+        """Match the objects of the receivers with the source. Return this rank's receiver, and the requests of all."""
         session, request, global_ranks = self._session, self._request, self._ranks.global_ranks()
         numbers = RankNumbers(session.rank, global_ranks[session.rank], session.size)
 

@@ -98,7 +98,7 @@ class Receiver:
     def check_matches(self, source: SourceState, requested: GlobalSpec, *, joins: bool) -> list[str]:
         """Raise ``MismatchError`` with all mismatches. Return messages about missing things that are tolerated.
 
-        If the rank ``joins`` others, which keep their state, it may have what one of them has.
+        If the rank ``joins`` others, which keep their state, it may have the same as one of them.
 
         Each rank calls it in the vote "matching the state with what it is copied into".
         """

@@ -29,7 +29,7 @@ class LossEvidence(StrEnum):
 class RankLoss(msgspec.Struct, frozen=True):
     """Ranks of the job that are lost. ``finder`` is the rank that has noticed it, ``detail`` says more.
 
-    Ranks are those of the default group.
+    Ranks are numbers in the default group.
     """
 
     ranks: tuple[int, ...]

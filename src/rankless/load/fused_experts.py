@@ -123,7 +123,7 @@ def _fused_refs(model: object, infos: _Infos, reader: Reader) -> dict[str, Param
 
 
 def _find_misfit(ref: ParamRef, infos: _Infos) -> str | None:
-    """Return what is wrong with the stored tensors that a tensor of a model consists of; ``None`` if they fit."""
+    """Describe the misfit of the stored tensors that a tensor of a model consists of. Return ``None`` if they fit."""
     for split in ref.splits:
         if infos[split.name].shape != split.shape:
             return (

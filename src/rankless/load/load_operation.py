@@ -482,7 +482,7 @@ class LoadOperation:
         )
 
     def _find_base(self) -> LoadedBase | None:
-        """Return what a save needs to continue the checkpoint, unless it is in another format."""
+        """Return the base that a save needs to continue the checkpoint, unless it is in another format."""
         manifest, selected = self._manifest, self.selected
         if manifest is None:
             return None

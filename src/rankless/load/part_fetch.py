@@ -86,7 +86,7 @@ class PartFetch:
         return sources if are_open else None
 
     def _plan(self, plan: Reads) -> list[Transfer]:
-        """Return what all ranks send to each other."""
+        """Return the transfers between all ranks."""
         assembly = self._assembly
 
         def plan_all(posted: list[bytes]) -> bytes:

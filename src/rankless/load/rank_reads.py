@@ -196,7 +196,7 @@ class Reads(msgspec.Struct, frozen=True, dict=True):
         *,
         make_readers: MakeReaders = ReaderPool,
     ) -> Fragments:
-        """Read into the targets, all of which have memory now. Return the CRCs of the fragments that were hashed.
+        """Read into the targets. All of them have memory now. Return the CRCs of the fragments that were hashed.
 
         The reads run after the work that the caller has enqueued on the targets' devices, and before later work.
 

@@ -99,9 +99,9 @@ class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
 class SkippedCheckpoints(msgspec.Struct, frozen=True):
     """The tags of checkpoints that a load has skipped, by the reason.
 
-    ``corrupt`` checkpoints differ from what was saved. ``mismatched`` ones are intact, but do not match the caller's
-    objects. ``unreadable`` ones are in a newer format, or may not be read. ``reasons`` has an error message for each
-    corrupt one.
+    ``corrupt`` checkpoints have other bytes than were saved. ``mismatched`` ones are intact, but do not match the
+    caller's objects. ``unreadable`` ones are in a newer format, or may not be read. ``reasons`` has an error message
+    for each corrupt one.
     """
 
     corrupt: tuple[str, ...] = ()
@@ -337,7 +337,7 @@ class CheckpointSelector:
         return _as_latest(selected, scan, latest.run, latest.sequence)
 
     def _select_itself(self, path: Path, scan: RunScan) -> SelectedCheckpoint | None:
-        """Return the checkpoint that a path without rankless checkpoints is itself, or that of the local tier."""
+        """Return the checkpoint that a path without rankless checkpoints is itself, or the local tier's."""
         resolved = resolve_checkpoint_path(path)
         if is_native(resolved):
             return _select_folder(resolved, path.name)
@@ -392,7 +392,7 @@ def _newest_version(path: Path) -> Path:
 
 
 def _as_latest(selected: SelectedCheckpoint, scan: RunScan, run: str, sequence: int) -> SelectedCheckpoint:
-    """Return a checkpoint that was selected as the latest one, with what is known of its run then.
+    """Return a checkpoint that was selected as the latest one, with the facts of its run then.
 
     Its own sequence number counts too: the local tier is ahead, or all that were listed were removed since.
     """

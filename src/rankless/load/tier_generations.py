@@ -1,8 +1,8 @@
-"""The generations in the local tiers of all hosts: each rank lists those of its host, and all ranks exchange them.
+"""The generations in the local tiers of all hosts: each rank lists its host's, and all ranks exchange them.
 
 :mod:`rankless.load.tier_load` calls it on every rank before a checkpoint is selected. The order of :func:`take_over`
 must stay: announce in the run directory, take over the folders of all hosts, and only then look. An earlier job that is
-still alive could otherwise change what was seen.
+still alive could otherwise change them after the look.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def gather_hosts(tier: TierJob, session: Session) -> TierHosts:
 def look_at_hosts(tier: TierJob, session: Session) -> TierHosts:
     """Let all ranks tell which generations their hosts have. Nothing is changed; a host may have no folder.
 
-    Ranks of several hosts send each other parts, for which each host needs names of files.
+    Ranks of several hosts send each other parts. Each host needs names of files for these.
     """
 
     def list_own() -> HostOffer:

@@ -43,7 +43,7 @@ class TierLoad:
     """The local tier in one load, over all attempts."""
 
     def __init__(self, tier: TierJob, ranks: RankGroup, timeout: float, *, resumes: bool) -> None:
-        """``resumes``: the training goes on from what is loaded. Otherwise the load only looks into the tier."""
+        """``resumes``: the training goes on from the loaded state. Otherwise the load only looks into the tier."""
         self.tier, self._ranks, self._timeout = tier, ranks, timeout
         self._resumes = resumes
         self._hosts = TierHosts((), ())
@@ -104,7 +104,7 @@ class TierLoad:
             raise
 
     def _find_later(self, session: Session) -> GenerationKey | None:
-        """Return the newest generation of this job that is later than those of its processes, on any host."""
+        """Return the newest generation of this job that is later than all of its processes' own, on any host."""
 
         def choose(posted: list[bytes]) -> bytes:
             keys = [msgspec.msgpack.decode(raw, type=GenerationKey | None) for raw in posted]

@@ -1,4 +1,4 @@
-"""Comparison of what all ranks read with the CRC-32s in files of ``torch.save``. rankless's own files have others.
+"""Comparison of the bytes that all ranks read with the CRC-32s in files of ``torch.save``. Own files have others.
 
 :mod:`rankless.load.load_operation` collects on each rank in the vote "reading", and compares on rank 0 in its decision.
 Pieces of one range with different CRCs must be an error.
@@ -26,7 +26,7 @@ _SHARE = 16
 
 @prepared
 class _ReadRange(msgspec.Struct, frozen=True, array_like=True):
-    """A range with a checksum, and the CRCs of what a rank has read of it."""
+    """A range with a checksum, and the CRCs of the parts that a rank has read of it."""
 
     file: str
     start: int
@@ -40,7 +40,7 @@ class _ReadRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 def find_read_crcs(plan: Reads) -> ReadCrcs:
-    """Return the checksums of the files that this rank may read, to which the CRCs of what this rank reads are added.
+    """Return the checksums of the files that this rank may read. The CRCs of its reads are added to them.
 
     Files in object stores have none here: finding each checksum would take a request. Neither have records of
     distributed checkpoints, of which there may be very many.
@@ -71,7 +71,7 @@ def encode_read_crcs(crcs: ReadCrcs) -> bytes:
 def check_read_crcs(reports: Iterable[bytes]) -> None:
     """Compare ranges that the ranks have read with their checksums, given all results of :func:`encode_read_crcs`.
 
-    What is missing of a range is read now. A range of which more than a sixteenth is missing is not compared. Raises
+    Missing parts of a range are read now. A range is not compared if more than a sixteenth of it is missing. Raises
     ``CorruptCheckpointError``.
     """
     merged: dict[RangeChecksum, list[tuple[int, int, int]]] = {}

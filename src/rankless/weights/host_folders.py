@@ -65,8 +65,8 @@ class _Goal(msgspec.Struct, frozen=True, array_like=True):
 class _Here(msgspec.Struct, frozen=True, array_like=True):
     """The report of a rank before rank 0 decides: its host, and the number of the version that it has loaded.
 
-    Ranks of one ``host`` see one folder: those of two containers with an ``/dev/shm`` of their own do not. A rank
-    doubts a folder that it could not load from, or of which something is no longer there.
+    Ranks of one ``host`` see one folder: ranks in two containers with an ``/dev/shm`` of their own do not. A rank
+    doubts a folder that it could not load from, or that has lost a file.
     """
 
     host: str
@@ -258,7 +258,7 @@ def _choose_folder() -> Path:
 
 
 def _memory() -> Path:
-    """Return the folder in the memory of this host, or else that of temporary files."""
+    """Return the folder in the memory of this host, or else the folder of temporary files."""
     return _MEMORY if is_directory(_MEMORY) else Path(tempfile.gettempdir())
 
 

@@ -1,7 +1,7 @@
 """``WeightPublisher``: publishes versions of a model's weights while a training goes on. Every rank calls it.
 
-A publication is a save of one component (:mod:`rankless.components.component_content`) whose output is a version
-(:mod:`rankless.weights.version_output`). So its votes, copies, threads and errors are those of all saves.
+A publication is a save of one component (:mod:`rankless.components.component_content`) with a version as its output
+(:mod:`rankless.weights.version_output`). So it has the same votes, copies, threads and errors as all saves.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class WeightPublisher:
     ```
 
     The first version is an *anchor*: a folder of whole files, as :func:`rankless.save_model` writes it. Later ones are
-    *deltas*: each rank writes how its own bytes differ from those of the version before. Nothing is gathered. A version
-    appears in one step, when all ranks have written, and can be proven block by block. Each rank keeps a copy of the
-    bytes that it published last, in host memory.
+    *deltas*: each rank writes how its own bytes differ from the version before. Nothing is gathered. A version appears
+    in one step, when all ranks have written, and can be proven block by block. Each rank keeps a copy of the bytes that
+    it published last, in host memory.
 
     Args:
         path: The weights directory, or its URL in an object store. It may be in memory, such as in ``/dev/shm``. Only

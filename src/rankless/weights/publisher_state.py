@@ -1,7 +1,8 @@
 """The state that a publisher keeps from one publication to the next.
 
 :class:`~rankless.weights.publisher.WeightPublisher` has one on every rank. Rank 0 alone knows the manifest of the base;
-all ranks know its key, and the copy of what they published then. It changes only when a version is committed.
+all ranks know its key, and have a copy of the bytes that they published then. It changes only when a version is
+committed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class PublisherState:
     since_anchor: int = 0
     level_base: VersionKey | None = None
     own_deltas: list[OwnDelta] | None = field(default_factory=list)
-    #: The version that could not be committed, or whose commit was not answered.
+    #: The version that could not be committed, or that got no answer to its commit.
     failed: VersionKey | None = None
     #: On rank 0, the highest number that was committed: it is not used again, also if its version was removed.
     last_number: int = 0

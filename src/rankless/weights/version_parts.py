@@ -24,13 +24,13 @@ from rankless.storage.aligned_memory import Bytes
 from rankless.weights.part_writer import PartWriter
 from rankless.weights.published_copy import PublishedCopy
 
-#: The blocks whose streams are kept in memory at a time, until they are in a part.
+#: The most blocks that have their streams in memory at a time, until they are in a part.
 _BATCH = 4 * THREADS
 
 
 @prepared
 class TensorPlaces(msgspec.Struct, frozen=True, array_like=True):
-    """The places of all tensors, in order: the file of each, its offset, the size of an element, and that of all."""
+    """The places of all tensors, in order: the file of each, its offset, the size of an element, and its own size."""
 
     files: list[int] = []
     offsets: list[int] = []
@@ -75,7 +75,7 @@ Encode = Callable[[Piece, Words], EncodedRange | None]
 
 
 def encode_against(copy: PublishedCopy, *, is_valid: bool) -> Encode:
-    """Return what encodes pieces as differences to a copy; as they are, unless the copy is that of the base."""
+    """Return an encoder of pieces as differences to a copy; as they are, unless the copy has the base's bytes."""
 
     def encode(piece: Piece, new: Words) -> EncodedRange | None:
         if not is_valid:

@@ -1,8 +1,8 @@
 """The folders and manifests of a weights directory, as publishers make and remove them, on a disk or in a store.
 
-Rank 0 of a publisher calls it. What is removed is what a manifest names, after that manifest, or what a dead publisher
-has left: files with our checksums in a folder that no manifest names. Nothing else is removed, so a folder with another
-file stays.
+Rank 0 of a publisher calls it. It removes the files that a manifest names, after that manifest, and leftovers of a dead
+publisher: files with our checksums in a folder that no manifest names. Nothing else is removed, so a folder with
+another file stays.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class WeightsDirectory:
 
 
 def commit_version(directory: Path, manifest: VersionManifest) -> str:
-    """Create the manifest of a version: it is published. Return what changes if the manifest does.
+    """Create the manifest of a version: it is published. Return a text that changes with it.
 
     Raises ``WeightsConflictError`` if there is one, or a newer one: another publisher went on while this one did
-    not run. What has no way to it any more is removed again then.
+    not run. Versions that can no longer be reached are removed again then.
     """
     path = manifest_path(directory, manifest.number)
     store = store_of(path)

@@ -126,7 +126,7 @@ def _describe_value(value: Any) -> BytesStorageMetadata | TensorStorageMetadata:
 
 
 def _row_chunks(tensor: torch.Tensor) -> Iterator[ChunkStorageMetadata]:
-    """Split a tensor into chunks, each of which is one range of the tensor's bytes."""
+    """Split a tensor into chunks. Each is one range of the tensor's bytes."""
     for box in _split_rows(tuple(tensor.shape), tensor.element_size()):
         yield ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
 

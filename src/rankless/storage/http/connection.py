@@ -261,7 +261,7 @@ class _PatientReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read what has arrived, or fill a large buffer. Raises ``TimeoutError`` if the answer takes too long."""
+        """Read the bytes that came, or fill a large buffer. Raises ``TimeoutError`` if the answer takes too long."""
         done, memory = 0, memoryview(buffer)
         while True:
             if time.monotonic() > self._deadline + (self._count + done) / _LEAST_RATE:
