@@ -166,7 +166,7 @@ def iterate_new(
 
 
 def _explain_end(path: str | PathLike[str], tag: str | None, seconds: float | None) -> None:
-    """Say why an iteration ends, with a warning if it has yielded nothing. ``tag`` is what it has yielded last."""
+    """Say why an iteration ends, with a warning if it has yielded nothing. It has yielded ``tag`` last."""
     if tag is None:
         warn_caller(
             f"no new checkpoint appeared in {path} within {seconds} s, so the loop over its checkpoints ends before it "

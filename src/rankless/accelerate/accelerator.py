@@ -36,7 +36,7 @@ _REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the package has no types
-    """Accelerate's ``Accelerator``, whose ``save_state`` and ``load_state`` use checkpoints of rankless.
+    """Accelerate's ``Accelerator``. Its ``save_state`` and ``load_state`` use checkpoints of rankless.
 
     Args:
         args: The positional arguments of ``accelerate.Accelerator``.
@@ -195,8 +195,8 @@ def _one_or_named(objects: Sequence[Any]) -> Any:
 class _SeededSampler:
     """The position of a sampler that all ranks share: its seed and its epoch.
 
-    A data loader of Accelerate counts epochs, too, and sets that of its sampler when an epoch begins. Accelerate itself
-    does not save this count, so its resumed runs draw the samples of the first epochs again.
+    A data loader of Accelerate counts epochs, too, and sets the count of its sampler when an epoch begins. Accelerate
+    itself does not save this count, so its resumed runs draw the samples of the first epochs again.
     """
 
     def __init__(self, loader: Any, sampler: SeedableRandomSampler) -> None:

@@ -46,7 +46,7 @@ def complete_dtypes(incomplete: str) -> list[str]:
 
 
 def complete_checkpoints(incomplete: str) -> list[tuple[str, str]]:
-    """Return the checkpoints of the run whose folder was typed, newest first. If none, shells complete file names."""
+    """Return the checkpoints of the run with the typed folder, newest first. If none, shells complete file names."""
     with suppress(RanklessError, OSError):
         return list(_matching_checkpoints(incomplete))
     return []

@@ -14,7 +14,7 @@ from typing import Any
 from rankless.inspection.brief_text import format_brief, is_brief
 from rankless.inspection.placeholders import TensorPlaceholder
 
-#: Types whose items get lines of their own if the value is long.
+#: Types with items that get lines of their own if the value is long.
 _CONTAINERS = (dict, list, tuple, Namespace)
 
 #: The maximum number of items of a list that get lines of their own.

@@ -128,7 +128,7 @@ def _prune_tier(run: str, local: str, *, with_undrained: bool, dry_run: bool, as
 def _remove_all(
     path: Path, removable: _Removable, failures: list[RanklessError], *, with_leftovers: bool, with_whole: bool
 ) -> _Removable:
-    """Return what was removed. The error of a checkpoint that cannot be removed is added to ``failures``."""
+    """Return the removed parts. The error of a checkpoint that cannot be removed is added to ``failures``."""
     deleted = []
     try:
         for info in delete_checkpoints(removable.checkpoints):

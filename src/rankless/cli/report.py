@@ -107,7 +107,7 @@ def _describe_target(path: Path, *, stats: bool, verify: bool, full: bool) -> Ma
 
 
 def _find_focus(path: Path) -> tuple[Path, CheckpointInfo | None]:
-    """Return the run and the checkpoint whose tensors are shown; ``None`` if the path is no part of a run.
+    """Return the run, and the checkpoint with the tensors to show; ``None`` if the path is no part of a run.
 
     Raises ``CorruptCheckpointError`` if no checkpoint of the run can be read.
     """

@@ -21,7 +21,7 @@ from rankless.observe.terminal import show_progress
 from rankless.storage.links_and_clones import own_bytes
 from rankless.storage.store import store_of
 
-#: The group whose folder transformers opens, and the file that it prefers if it exists.
+#: The group with the folder that transformers opens, and the file that it prefers if it exists.
 _MODEL, _FIRST = "model", "model.safetensors"
 
 #: If this file exists, ``from_pretrained`` loads an adapter and the base weights that it names.
@@ -59,7 +59,7 @@ class VerifyResult:
 
 
 def _count_own_bytes(target: InspectedCheckpoint, intact: int) -> int:
-    """Return what a checkpoint takes in addition to others: a published version says what was written for it."""
+    """Return the bytes that a checkpoint takes in addition to others: a published version names its own files."""
     written: int | None = getattr(target.reader, "written_bytes", None)
     if written is not None:
         return written

@@ -62,8 +62,8 @@ class CheckpointIO:
 class Booster:
     """Saves and loads models, optimizers and schedulers. Every rank makes the same calls.
 
-    ``plugin`` may be any object with a ``configure`` method like those of ColossalAI's plugins; without one,
-    :meth:`boost` returns its arguments.
+    ``plugin`` may be any object with a ``configure`` method as ColossalAI's plugins have it; without one, :meth:`boost`
+    returns its arguments.
     """
 
     def __init__(self, device: str | None = None, mixed_precision: Any = None, plugin: Any = None) -> None:

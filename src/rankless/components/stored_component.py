@@ -101,7 +101,7 @@ class StoredComponent:
         )
 
     def with_dtype(self, dtype: str) -> StoredComponent:
-        """Return a copy whose configuration says that the tensors are cast to ``dtype``, by its safetensors name."""
+        """Return a copy with a configuration for tensors that are cast to ``dtype``, by its safetensors name."""
         config = self.companions.get(CONFIG)
         if config is None:
             return self

@@ -251,7 +251,7 @@ class StreamLoader:
         return {**own, "plan": settings, "base": self._base.to_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the position of a training on one rank: :meth:`load_state_dicts` takes those of several."""
+        """Continue from the position of a training on one rank: :meth:`load_state_dicts` is for several ranks."""
         self.load_state_dicts([state])
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:

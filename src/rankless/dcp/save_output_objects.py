@@ -71,7 +71,7 @@ _saved_here: set[str] = set()
 
 @dataclass(frozen=True)
 class _Replaced:
-    """The checkpoint that is there before a save: the names of its files, and that of its checksums, if it has some."""
+    """The checkpoint that is there before a save: the names of its files, and its checksums' name, if it has some."""
 
     names: frozenset[str] = frozenset()
     checksums_name: str = ""
@@ -174,7 +174,7 @@ class ObjectOutput:
             raise StorageError(errno.ENOENT, f"another process has removed {self._path / missing[0]}: save again")
 
     def _look_around(self, version: str | None) -> _Found:
-        """Return what there is before the metadata is replaced. What cannot be read is replaced, and its files stay."""
+        """Return the state before the metadata is replaced. Unreadable metadata is replaced, and its files stay."""
         removable = set[str]()
         with suppress(RanklessError):
             replaced = self._read_current()

@@ -1,4 +1,4 @@
-"""``open_weights``: the tensors of a model as what any ``load_weights`` takes. Each rank reads just what it needs.
+"""``open_weights``: a model's tensors in a form that any ``load_weights`` takes. Each rank reads only its own part.
 
 The loaders of vLLM and SGLang, and callers with another engine, enter the block on every rank, in the thread of the
 caller. It holds the votes "finding the weights", "reading the headers" and "counting hosts" at its begin, and "reading
@@ -212,7 +212,7 @@ class ModelWeights:
                 self._finish(self._session, self._loader, self._reader, error)
 
     def _finish(self, session: Session, loader: WeightsLoader, reader: Reader, error: BaseException | None) -> None:
-        """Read what is pending, and verify what any rank has read. All ranks succeed, or all raise an error."""
+        """Read all pending copies, and verify all ranks' reads. All ranks succeed, or all raise an error."""
         if isinstance(error, GeneratorExit):  # the block is in a generator that is not used to its end
             error = None
         names = [(MODEL, name) for name in loader.names]

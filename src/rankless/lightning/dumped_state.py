@@ -1,6 +1,7 @@
-"""The state that a ``Trainer`` puts into a checkpoint's dict to save it, compared with what hooks have left in it.
+"""The state that a ``Trainer`` puts into a checkpoint's dict to save it, compared with the state left by hooks.
 
-A ``Trainer`` strategy has one on each rank for each dump. What hooks have left must be saved, and nothing else.
+A ``Trainer`` strategy has one on each rank for each dump. The state that hooks have left must be saved, and nothing
+else.
 """
 
 from __future__ import annotations

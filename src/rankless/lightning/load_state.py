@@ -95,7 +95,7 @@ def _on_any_rank(changed: bool) -> bool:
 def _load_components(
     checkpoint: ResumedCheckpoint, training: TrainingObjects, reader_adapter: ReaderAdapter | None, *, strict: bool
 ) -> None:
-    """Load some components of the checkpoint, or of what hooks have made of them."""
+    """Load some components of the checkpoint, or the states that hooks have made of them."""
     request = LoadRequest(
         path=checkpoint.path,
         tag=None,

@@ -118,7 +118,7 @@ class _TrainerStrategy(Strategy):
         )
 
     def _logged_metrics(self) -> dict[str, torch.Tensor]:
-        """Return what the module has logged for callbacks, such as the value that ``ModelCheckpoint`` monitors."""
+        """Return the values that the module has logged for callbacks, such as the one for ``ModelCheckpoint``."""
         module = self.lightning_module
         logged = {} if module is None or module._trainer is None else module.trainer.callback_metrics  # noqa: SLF001
         return {name: value for name, value in logged.items() if value.numel() == 1 and not value.is_complex()}

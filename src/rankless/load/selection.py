@@ -199,7 +199,7 @@ class CheckpointSelector:
         return self._retry_until_stable()
 
     def _publish_collected(self, run: Path) -> None:
-        """Write a checkpoint whose parts hosts have put into the run directory, if a process died before it did so."""
+        """Write a checkpoint if its parts are in the run directory, and a process died before it wrote it."""
         from rankless.save.offline_drain import publish_collected  # noqa: PLC0415 - hardly any load needs its modules
 
         try:

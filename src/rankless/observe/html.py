@@ -24,8 +24,8 @@ _HEAD, _TAIL = 20, 10
 class HtmlTable:
     """A table. ``right`` are the numbers of the columns that are aligned to the right.
 
-    Of a long table the rows in the middle are hidden; ``noun`` is what one of them is. A table without ``titles`` has
-    a header in the first column.
+    Of a long table the rows in the middle are hidden; ``noun`` is the word for one of them, such as ``"tensor"``. A
+    table without ``titles`` has a header in the first column.
     """
 
     titles: Sequence[str]

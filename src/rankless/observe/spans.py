@@ -1,4 +1,4 @@
-"""Spans: which phase of a save or a load ran when, and in which thread, for as long as a trace records them.
+"""Spans: the phases of saves and loads, each with its times and its thread, as long as a trace records them.
 
 Each phase is named where it is done, with :func:`span` or :func:`traced`. Without a trace this is a check of one
 attribute. Nothing is recorded inside the loops over tensors and chunks.
@@ -75,12 +75,12 @@ class Recording:
 
     @property
     def spans(self) -> list[Span]:
-        """The recorded spans, in the order in which they ended."""
+        """The recorded spans, in the order of their ends."""
         return list(self._spans)
 
     @property
     def dropped(self) -> int:
-        """The number of spans for which there was no room."""
+        """The number of spans that there was no room for."""
         return self._count - len(self._spans)
 
     def add(self, ended: Span) -> None:

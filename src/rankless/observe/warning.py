@@ -12,7 +12,7 @@ import warnings
 
 _PACKAGE = __name__.partition(".")[0]
 
-#: The packages whose frames are not the caller's: ``contextlib`` is between those of rankless.
+#: The packages with frames that are not the caller's: ``contextlib`` is between frames of rankless.
 _INNER = frozenset({_PACKAGE, "contextlib"})
 
 _log = logging.getLogger(_PACKAGE)

@@ -64,7 +64,7 @@ def describe_checkpoint(path: Path, options: ReportOptions) -> dict[str, Any]:
 def describe_page(
     kind: str, path: Path, inspected: InspectedCheckpoint, findings: Sequence[Finding], options: ReportOptions
 ) -> dict[str, Any]:
-    """Return what every page has: of which checkpoint it is, and what was found."""
+    """Return the data that every page has: its checkpoint, and the findings."""
     manifest = inspected.manifest
     return {
         "kind": kind,
@@ -93,7 +93,7 @@ def describe_tensors(inspected: InspectedCheckpoint, before: CheckpointInfo | No
 
 
 def _compare_with(tensors: Sequence[NamedTensor], inspected: InspectedCheckpoint, before: CheckpointInfo) -> str:
-    """Compare tensors with those of the checkpoint before; the result is empty if that cannot be read now."""
+    """Compare tensors with the checkpoint before; the result is empty if that cannot be read now."""
     try:
         return mark_shared(tensors, inspected.reader, inspect_exact_path(before.path).reader)
     except RanklessError:

@@ -24,7 +24,7 @@ _BASE = len(DIGITS)
 
 
 class FrontCodedNames(TypedDict):
-    """Names as the number of components that each shares with the one before, and the number of what follows."""
+    """Names as the number of components that each shares with the one before, and the number of its further text."""
 
     shared: list[int]
     endings: list[str]
@@ -32,7 +32,7 @@ class FrontCodedNames(TypedDict):
 
 
 def front_code(names: Sequence[str]) -> FrontCodedNames:
-    """Compact sorted names, whose components are separated by dots."""
+    """Compact sorted names with dots between their components."""
     split = [name.split(".") for name in names]
     shared = [0] * bool(split) + [_count_shared(*pair) for pair in pairwise(split)]
     texts = [".".join(parts[number:]) for parts, number in zip(split, shared, strict=True)]

@@ -18,7 +18,7 @@ from rankless.run.run_store import StaleDirectory
 #: A finding: ``"bad"`` needs somebody's attention, ``"note"`` is good to know.
 Finding = tuple[Literal["bad", "note"], str]
 
-#: A tensor whose norm became so many times as large since the checkpoint before has probably diverged.
+#: A tensor has probably diverged if its norm became so many times as large since the checkpoint before.
 _JUMP = 10.0
 
 

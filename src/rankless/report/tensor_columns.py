@@ -110,7 +110,7 @@ def _mark_trained(tensors: Sequence[NamedTensor]) -> str:
 
 
 def mark_shared(tensors: Sequence[NamedTensor], reader: Reader, before: Reader) -> str:
-    """Return one letter for each tensor, by a comparison of its checksums, and of its file, with those of ``before``.
+    """Return one letter for each tensor, by a comparison of its checksums, and of its file, with ``before``.
 
     Tensors in a file that both checkpoints have are shared; their bytes are on the disk once.
     """
@@ -133,7 +133,7 @@ def _mark_tensor(tensor: NamedTensor, reader: Reader, before: Reader, identities
 
 
 class _FileIdentities:
-    """The identities of files, each of which is asked for once. Objects have none: they are never shared."""
+    """The identities of files. Each is asked for once. Objects have none: they are never shared."""
 
     def __init__(self) -> None:
         self._known: dict[Path, FileIdentity | None] = {}

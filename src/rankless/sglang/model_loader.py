@@ -39,7 +39,7 @@ _USED_NAMES = (
     "postprocess_weights",
 )
 
-#: The beginnings of the names of quantizations for which SGLang has loaders of their own.
+#: The beginnings of the names of quantizations that SGLang has own loaders for.
 _OWN_LOADERS = ("modelopt", "auto-round")
 
 _Weights = Iterable[tuple[str, torch.Tensor]]

@@ -52,7 +52,7 @@ def tag_of(step: int) -> str:
 
 
 def _step_of(name: str) -> int:
-    """Return the step of a name, or -1 if it is not that of a checkpoint of torchtitan."""
+    """Return the step of a name, such as 10 of ``step-10``; -1 if no checkpoint of torchtitan has such a name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else -1
 
@@ -86,9 +86,9 @@ class RunFolder:
         return cls(path, infos, frozenset(dcp), frozenset(exports), frozenset(steps - dcp - replaceable - hidden))
 
     def find_start(self, step: int) -> StartPoint | None:
-        """Return the checkpoint of a step, or that of the highest step if it is -1; ``None`` if there is none at all.
+        """Return the checkpoint of a step, or of the highest step if it is -1; ``None`` if there is none at all.
 
-        What a run has abandoned when it went back to an older checkpoint is only loaded by its step.
+        A checkpoint that a run has abandoned when it went back to an older one is only loaded by its step.
 
         Raises ``NoCheckpointError`` if there is none of this step or if there are only exports, and
         ``CorruptCheckpointError`` if a checkpoint of a higher step is corrupt and no fallback is possible.

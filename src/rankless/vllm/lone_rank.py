@@ -118,7 +118,7 @@ class _LoneProcessGroup:
 class _LoneGroup(GroupCoordinator):  # type: ignore[misc]
     """A group of vLLM without its other ranks: it cannot communicate."""
 
-    def __init__(self, ranks: Sequence[int], rank: int) -> None:  # that of vLLM waits for the other ranks
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:  # vLLM's own waits for the other ranks
         self.unique_name = "lone"
         self.ranks, self.rank, self.local_rank = list(ranks), rank, rank
         self.world_size, self.rank_in_group = len(self.ranks), self.ranks.index(rank)
@@ -128,9 +128,10 @@ class _LoneGroup(GroupCoordinator):  # type: ignore[misc]
 
 
 def _pretend_groups(layout: EngineLayout, rank: int) -> None:
-    """Set the groups of vLLM, which are global variables of its module, to those of a rank.
+    """Set the groups of vLLM, which are global variables of its module, to a rank's groups.
 
-    vLLM numbers ranks as ``initialize_model_parallel`` does: those of a stage of the pipeline one after the other.
+    vLLM numbers ranks as ``initialize_model_parallel`` does: the ranks of a pipeline stage one after the other. For
+    example, with two stages of two ranks each, ranks 0 and 1 are the first stage.
     """
     first = rank - rank % layout.tensor
     whole = range(layout.size)

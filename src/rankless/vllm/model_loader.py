@@ -64,12 +64,12 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
         self._opened: list[tuple[str, ModelWeights]] = []
         #: Those that were opened for a reload, until vLLM asks for the first tensor.
         self._reloaded: list[tuple[str, ModelWeights]] = []
-        #: The weights whose report is not logged yet.
+        #: The weights with a report that is not logged yet.
         self._unreported: list[ModelWeights] = []
 
     @property
     def _origin(self) -> str:
-        """The mark of a model whose weights are at the option ``path``: vLLM removes it for a reload from elsewhere."""
+        """The mark of a model with weights at the option ``path``: vLLM removes it for a reload from elsewhere."""
         return f"{RUN_PREFIX}{self._options.path}"
 
     def download_model(self, model_config: ModelConfig) -> None:

@@ -54,7 +54,7 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 def cut_into_pieces(file_ranges: Iterable[FileRange], tensors: TensorPlaces) -> list[Piece]:
-    """Return parts of blocks of this rank's ranges in the order of the files, which is that of the rows in parts."""
+    """Return parts of blocks of this rank's ranges in the order of the files, and so of the rows in parts."""
     places = list(zip(tensors.files, tensors.offsets, strict=True))
     pieces = []
     for whole in sorted(file_ranges, key=lambda file_range: (file_range.file, file_range.offset)):

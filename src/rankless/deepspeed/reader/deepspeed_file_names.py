@@ -21,7 +21,7 @@ from rankless.storage.store import store_of
 #: The files that name the tag of the newest checkpoint, which DeepSpeed or its conversion to universal ones writes.
 LATEST = ("latest", "latest_universal")
 
-#: The folder of the parameters in a universal checkpoint, and that of an optimizer that was offloaded to NVMe.
+#: The folder of the parameters in a universal checkpoint, and the folder of an optimizer that was offloaded to NVMe.
 UNIVERSAL, OFFLOADED = "zero", "offloaded_tensors"
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d{1,6})_)?mp_rank_(?P<mp>\d{2,6})_model_states\.pt", re.ASCII)
@@ -77,13 +77,13 @@ class TagFiles:
 
 
 def is_rank_file(path: Path) -> bool:
-    """Return whether a file's name is that of one rank of a checkpoint that is divided among ranks."""
+    """Return whether a file's name belongs to one rank of a checkpoint that is divided among ranks."""
     model = _MODEL.fullmatch(path.name)
     return bool(model and model["dp"]) or bool(_OPTIMIZER.fullmatch(path.name))
 
 
 def has_rank_files(names: Iterable[str]) -> bool:
-    """Return whether one of the names in a folder is that of a model's or an optimizer's file."""
+    """Return whether one of the names in a folder belongs to a model's or an optimizer's file."""
     return any(_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name) for name in names)
 
 
@@ -113,14 +113,14 @@ def _match_model(file: Path) -> re.Match[str] | None:
 
 
 def _is_second(match: re.Match[str] | None, whole: set[str]) -> bool:
-    """Return whether a file is that of a model for ZeRO-3, of a model-parallel rank that has a whole model's file."""
+    """Return whether a file is a model's file for ZeRO-3, of a model-parallel rank that has a whole model's file."""
     return match is not None and match["dp"] is not None and match["mp"] in whole
 
 
 def _index_files(
     files: Iterable[Path], pattern: re.Pattern[str], parse: Callable[[re.Match[str]], _Key]
 ) -> dict[_Key, Path]:
-    """Return the files whose names match, in the order of their keys."""
+    """Return the files with matching names, in the order of their keys."""
     indexed: dict[_Key, Path] = {}
     for file in files:
         match = pattern.fullmatch(file.name)

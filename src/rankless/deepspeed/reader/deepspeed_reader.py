@@ -74,7 +74,7 @@ class DeepSpeedReader(TreeReader):
         self._evidence.require_consistent(str(self.path))
 
     def describe_doubts(self) -> Sequence[str]:
-        """Return whether the optimizer is of another step than the engine, whose state is in the files of the model."""
+        """Return a doubt if the optimizer has another step than the engine: its state is in the model's files."""
         return self.compare_steps(self._engine_steps)
 
     def compare_steps(self, recorded: Mapping[str, int]) -> Sequence[str]:

@@ -235,7 +235,7 @@ class _FolderReader:
         return components
 
     def _name_numbered(self, stages: list[StageFiles]) -> Any:
-        """Return the optimizer without ZeRO. Only those of the stages of a pipeline can get names."""
+        """Return the optimizer without ZeRO. Only optimizers of the stages of a pipeline can get names."""
         if not self._layers:
             return self._numbered[0]
         buffers = {name for stage in stages for name in stage.first.buffers}

@@ -65,7 +65,7 @@ class UniversalTarget:
         return FileLayout(list(self._files), spans, [0] * len(self._files))
 
     def write_metadata(self, fragments: KnownFragments) -> None:
-        """See :class:`rankless.conversion.target.ConversionTarget`. Warns of what DeepSpeed does not restore."""
+        """See :class:`rankless.conversion.target.ConversionTarget`. Warns of values that DeepSpeed does not restore."""
         del fragments  # these files have no room for CRCs
         write_small(self._pending / LATEST[1], self._tag.encode())
         sync_tree(self._pending)

@@ -52,7 +52,7 @@ def assign_parts(matches: Sequence[BufferMatch], label: str) -> dict[RankPart, B
 
 
 def _filter_ties(parts: Iterable[RankPart], certain: Sequence[RankPart]) -> list[RankPart]:
-    """Return the parts that these ranks can have: of layers and of shards of which they have others for certain."""
+    """Return the parts that these ranks can have: of layers and of shards that they have other parts of for certain."""
     layers = {layer_of(part.name) for part in certain} - {None}
     shards = {(part.shards, part.index) for part in certain if part.shards > 1}
     counts = {count for count, _ in shards}

@@ -38,7 +38,7 @@ class SavedState:
         common_step: The number of steps, if it is not in the groups.
         values: All other values.
         proofs: Parameters whose masters, rounded, must be their weights, because masters were assigned by content.
-        copies: Tensors of which several ranks have copies, by name.
+        copies: Tensors that several ranks have copies of, by name.
     """
 
     path: Path

@@ -1,6 +1,6 @@
-"""The names of tensors in the files of one pipeline stage, whose layers are numbered from zero on.
+"""The names of tensors in the files of one pipeline stage. Its layers are numbered from zero on.
 
-The readers of ``torch`` and ``fsdp_dtensor`` rename with it, on each rank. The names must become those of
+The readers of ``torch`` and ``fsdp_dtensor`` rename with it, on each rank. The results must be the same names as in
 ``torch_dist``.
 """
 
@@ -20,7 +20,7 @@ _NORMS = {
 
 
 class StageNames:
-    """The names of the tensors of a stage, whose first layer is number ``first_layer`` of the model."""
+    """The names of the tensors of a stage. Its first layer is number ``first_layer`` of the model."""
 
     def __init__(self, names: Collection[str], first_layer: int) -> None:
         self._names, self._first_layer = frozenset(names), first_layer

@@ -50,7 +50,7 @@ _SHARD = re.compile(r"(\d{1,6}(?:\.\d{1,6})*)(?:_(\d{1,6}(?:\.\d{1,6})*))?")
 
 
 def build_common(source: MegatronSource, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what all ranks share: arguments, iteration, groups of the optimizer and settings of the schedule."""
+    """Return the values that all ranks share: arguments, iteration, optimizer groups and settings of the schedule."""
     content = values.get("user_content")
     megatron = content if isinstance(content, Mapping) and "args" in content else {}
     own = {key: value for key, value in megatron.items() if not _is_sharded(value)}

@@ -167,7 +167,7 @@ class _TensorPlanner:
         return shapes
 
     def _list_inner(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yield Megatron's names in a layer, with those of transformers."""
+        """Yield Megatron's names in a layer, with transformers' names."""
         yield from self.family.inner.items()
         for expert in range(self.args.require_size("num_experts")) if self.family.experts else ():
             gate, projection, output = (name.format(expert) for name in self.family.experts or ())
@@ -184,7 +184,7 @@ class _TensorPlanner:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def _invert(self, shape: tuple[int, ...], pieces: tuple[TransformersPiece, ...]) -> tuple[Part, ...]:
-        """Return the parts of a tensor of Megatron of which transformers has these pieces."""
+        """Return the parts of a tensor of Megatron that transformers has as these pieces."""
         row = math.prod(shape[1:])
         parts = []
         for piece in pieces:

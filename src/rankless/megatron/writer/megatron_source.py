@@ -57,7 +57,7 @@ class MegatronPlan:
 
 @dataclass(frozen=True)
 class MegatronSource(ConversionSource):
-    """A source whose tensors are as Megatron needs them: cast, transposed, and weights also as master weights."""
+    """A source with tensors as Megatron needs them: cast, transposed, and weights also as master weights."""
 
     plan: MegatronPlan = field(kw_only=True)
 

@@ -2,8 +2,8 @@
 
 Source: ``examples/training`` and ``scripts/checkpoint_converter.py`` of NxD 0.18.
 
-The reader and the writer of NxD's format load specs with it, on each rank that needs one. The rules must be those of
-the models in NxD's examples: a wrong rule would mix up rows.
+The reader and the writer of NxD's format load specs with it, on each rank that needs one. The rules must match the
+models in NxD's examples: a wrong rule would mix up rows.
 """
 
 from __future__ import annotations

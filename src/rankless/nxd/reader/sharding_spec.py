@@ -1,7 +1,8 @@
 """Sharding specs: how tensor-parallel ranks divide parameters, which NxD's files do not contain.
 
-A spec (a "layout" for users) is a list of rules; the first rule whose pattern matches a parameter's name applies. ``*``
-in a pattern matches any text. ``docs/migrating/nxd.md`` describes spec files.
+A spec (a "layout" for users) is a list of rules; the first rule with a pattern that matches a parameter's name applies.
+``*`` in a pattern matches any text: for example, ``*.q_proj.weight`` matches ``layers.0.q_proj.weight``.
+``docs/migrating/nxd.md`` describes spec files.
 
 The reader joins by it, and the writer divides by it. Users write such files: the fields must keep their meaning.
 """
