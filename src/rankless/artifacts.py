@@ -208,10 +208,16 @@ def _read_reference(artifact: Any) -> tuple[str, str, str]:
 
 
 def _clean_name(tag: str, refused: str) -> str:
-    """Return a tag as a name without characters that are refused."""
+    """Return a tag as a name without characters that are refused.
+
+    For example, ``a/b`` with ``/:`` refused becomes ``a_b``.
+    """
     return "".join("_" if character in refused else character for character in tag)[:_NAME_CHARACTERS]
 
 
 def _clean_metric(name: str) -> str:
-    """Return the name of a metric in MLflow, which may treat it as the path of a file."""
+    """Return the name of a metric in MLflow, which may treat it as the path of a file.
+
+    For example, ``a/../b@1`` becomes ``a/_../b_1``.
+    """
     return re.sub(r"(^|/)(?=[./]|$)", r"\1_", re.sub(r"[^\w\-. /]", "_", name))[:_METRIC_CHARACTERS]

@@ -232,7 +232,10 @@ class Checkpointer:
         self._directory.restore(restored.tag, stateful={name: stateful_object}, allow_missing=missing_ok)
 
     def _list_untaken(self) -> list[str]:
-        """Return the names of states that the resumed checkpoint has, and that no object was registered for."""
+        """Return the names of states that the resumed checkpoint has, and that no object was registered for.
+
+        For example, ``ema`` if ``stateful/ema`` was not requested.
+        """
         names = () if self.restored is None else self.restored.not_requested
         objects = [name.removeprefix("stateful/") for name in names if name.startswith("stateful/")]
         return [name for name in objects if name not in self._registered]
@@ -584,7 +587,10 @@ class Checkpointer:
                 raise InvalidArgumentError(f"new_ok has {name!r}, but this Checkpointer saves {known}")
 
     def _component_names(self) -> Iterable[str]:
-        """Yield the names of the components; of several models or optimizers each."""
+        """Yield the names of the components; of several models or optimizers each.
+
+        For example, ``model/gen`` and ``model/disc`` for a dict of two models.
+        """
         for slot, given in self._components.items():
             if isinstance(given, Mapping) and slot in {"model", "optimizer", "scheduler"}:
                 yield from (f"{slot}/{name}" for name in given)

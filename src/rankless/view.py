@@ -178,7 +178,7 @@ class Checkpoint:
             KeyError: The checkpoint has no such tensor.
             InvalidArgumentError: The tensor has no such elements.
             FormatError: rankless cannot read this tensor.
-            CorruptCheckpointError: Stored bytes differ from what was saved.
+            CorruptCheckpointError: Stored bytes differ from the saved ones.
             CheckpointReplacedError: Another process has replaced or removed the checkpoint.
             StorageError: The file system reported an error.
         """
@@ -371,7 +371,7 @@ def open(  # noqa: A001 - the public name
         InvalidArgumentError: A tag was passed although the path is a checkpoint itself, or ``tag`` or ``keys`` have
             the wrong type.
         FormatError: The format is not supported.
-        CorruptCheckpointError: Stored bytes differ from what was saved.
+        CorruptCheckpointError: Stored bytes differ from the saved ones.
         CheckpointReplacedError: Other processes replace checkpoints faster than one can be opened.
         StorageError: The file system reported an error.
     """

@@ -41,7 +41,7 @@ def complete_formats(incomplete: str) -> list[tuple[str, str]]:
 
 
 def complete_dtypes(incomplete: str) -> list[str]:
-    """Return the matching floating-point dtypes."""
+    """Return the matching floating-point dtypes. For example, ``b`` matches ``bfloat16``."""
     return [name for name in DTYPES if name.startswith(incomplete)]
 
 

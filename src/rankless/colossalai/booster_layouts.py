@@ -32,7 +32,10 @@ from rankless.state.optimizer.whole_states import whole_states
 
 
 def file_variant(name: str, prefix: str | None) -> str:
-    """Insert the prefix into a file name where ColossalAI puts it: before the extension."""
+    """Insert the prefix into a file name where ColossalAI puts it: before the extension.
+
+    For example, ``model.safetensors`` with the prefix ``ema`` becomes ``model.ema.safetensors``.
+    """
     if not prefix:
         return name
     stem, _, extension = name.rpartition(".")

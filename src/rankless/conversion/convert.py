@@ -148,7 +148,10 @@ def _as_list(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def parse_dtype(given: torch.dtype | str | None) -> str | None:
-    """Return the name of a dtype in safetensors files."""
+    """Return the name of a dtype in safetensors files.
+
+    For example, ``"BF16"`` for ``torch.bfloat16`` and ``"bfloat16"``.
+    """
     if given is None:
         return None
     name = given if isinstance(given, str) else str(given).removeprefix("torch.") if "torch." in str(given) else ""

@@ -50,9 +50,9 @@ def edit(
 
     All verbs take effect in one pass, which needs a few buffers of memory, whatever the size. Every rank of the process
     group calls it, and the ranks share the work. ``output`` appears in one step, when it is complete and verified. A
-    file in which no byte changes is a hard link of the source's file, if the file system has links and the format of
-    both is native: both become read-only, and either checkpoint can be removed. Pass the ``max_shard_size`` of the
-    source, so that files can be equal.
+    file without a changed byte is a hard link of the source's file, if the file system has links and the format of both
+    is native: both become read-only, and either checkpoint can be removed. Pass the ``max_shard_size`` of the source,
+    so that files can be equal.
 
     :class:`rankless.LoadOptions` has the same edits for loads, without a file in between.
 

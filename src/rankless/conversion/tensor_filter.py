@@ -64,7 +64,10 @@ class TensorFilter:
         return wanted and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def rename_parameter(self, name: str) -> str:
-        """Return the new name of a parameter. Raises ``InvalidArgumentError`` if a regular expression is not valid."""
+        """Return the new name of a parameter. Raises ``InvalidArgumentError`` if a regular expression is not valid.
+
+        For example, ``{"^net": "model"}`` renames ``net.0.weight`` to ``model.0.weight``.
+        """
         if callable(self.rename):
             return self.rename(name)
         for pattern, replacement in (self.rename or {}).items():

@@ -78,7 +78,10 @@ class _Work(NamedTuple):
     size: int
 
     def describe(self) -> str:
-        """Return a text that no other rank has, and that changes when samples are used."""
+        """Return a text that no other rank has, and that changes when samples are used.
+
+        For example, ``0/3/1/40`` for the seed 0, rank 3 and epoch 1.
+        """
         used = sum(progress.next + len(progress.ahead) for progress in self.own.shards.values())
         return f"{self.plan.seed}/{self.rank}/{self.own.epoch}/{used}"
 

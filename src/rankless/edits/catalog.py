@@ -100,12 +100,19 @@ class Catalog(msgspec.Struct, frozen=True):
         return (f"{MODEL}/{model}", bare) if named not in self.tensors and bare else (named, name)
 
     def name_in(self, optimizer: str, model: str, name: str) -> str:
-        """Return the name that an optimizer has for a parameter of a model: the reverse of :meth:`owner_of`."""
+        """Return the name that an optimizer has for a parameter of a model: the reverse of :meth:`owner_of`.
+
+        For example, ``net/0.weight`` for ``0.weight`` of the model ``model/net``, if one optimizer has several models.
+        """
         is_single = MODEL + optimizer.removeprefix(OPTIMIZER) in self.tensors
         return name if is_single else f"{model.partition('/')[2]}/{name}"
 
     def qualify(self, rename: RenameNames) -> RenameNames:
-        """Return the same change of names for names that begin with a model's name, as optimizers have them."""
+        """Return the same change of names for names that begin with a model's name, as optimizers have them.
+
+        For example, a change of ``0.weight`` to ``1.weight`` changes ``net/0.weight`` to ``net/1.weight``, if ``net``
+        is a model.
+        """
         models = {group.partition("/")[2] for group in self.groups_of(MODEL)} - {""}
 
         def rename_qualified(name: str) -> Sequence[str]:

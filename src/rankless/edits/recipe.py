@@ -81,7 +81,7 @@ def encode_recipe(verbs: Sequence[Verb]) -> str:
 def describe_recipe(recipe: str) -> str:
     """Return a recipe of a manifest as the command line has it, without arguments that have their defaults.
 
-    One of a newer version, with verbs that are not known, is returned as it is.
+    For example, ``layers drop=4,5``. One of a newer version, with verbs that are not known, is returned as it is.
     """
     try:
         verbs = [_convert(table) for table in msgspec.json.decode(recipe, type=list[dict[str, Any]])]

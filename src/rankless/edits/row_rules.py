@@ -79,5 +79,5 @@ def _parse_float(text: str) -> float | None:
 
 
 def describe_size(info: TensorInfo) -> str:
-    """Return the shape of a tensor for reports."""
+    """Return the shape of a tensor for reports. For example, ``2x3``."""
     return "x".join(map(str, info.shape)) or "one value"

@@ -171,12 +171,18 @@ class _Names:
         self._verb, self._style = verb, style
 
     def split(self, name: str) -> tuple[str, str] | None:
-        """Return the parts of a name before and after the MLP, or ``None`` if it is of no MLP."""
+        """Return the parts of a name before and after the MLP, or ``None`` if it is of no MLP.
+
+        For example, ``layers.0.mlp.up_proj.weight`` gives ``layers.0.`` and ``up_proj.weight``.
+        """
         match = self._pattern.fullmatch(name)
         return (match[1], match[2]) if match else None
 
     def rename(self, name: str) -> Sequence[str]:
-        """Return the new names of a parameter: one for each expert, or one of all. Others keep theirs."""
+        """Return the new names of a parameter: one for each expert, or one of all. Others keep theirs.
+
+        For example, ``mlp.up_proj.weight`` becomes ``mlp.experts.0.up_proj.weight`` and so on.
+        """
         parts = self.split(name)
         if parts is None:
             return (name,)
@@ -189,7 +195,10 @@ class _Names:
         return [f"{prefix}{self._style.module}.{n}.{renamed}{dot}{end}" for n in range(self._verb.experts)]
 
     def fused(self, projection: str) -> str:
-        """Return the name of the tensor with a projection of all experts, after the prefix."""
+        """Return the name of the tensor with a projection of all experts, after the prefix.
+
+        For example, ``mlp.experts.gate_up_proj`` for ``up_proj``.
+        """
         return f"{self._style.module}.{'down_proj' if projection == _DOWN else 'gate_up_proj'}"
 
     def router(self, prefix: str) -> str:

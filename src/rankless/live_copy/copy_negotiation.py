@@ -125,7 +125,7 @@ class SourceState:
 
     @property
     def name(self) -> Path:
-        """The name of the source in messages."""
+        """The name of the source in messages. For example, ``the state of ranks 0, 1``."""
         return Path(f"the state of rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}")
 
     @property

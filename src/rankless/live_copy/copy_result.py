@@ -25,8 +25,8 @@ class CopyResult:
         missing: The components that the sources do not have and, if that was allowed, names of tensors.
         unexpected: The names that only the sources have.
         exact: The components that are equal to the sources' components bit for bit.
-        reconstructed: The components that cannot be identical: a model cast to another dtype, a data loader whose
-            position was taken over from other ranks, random number generators that were seeded.
+        reconstructed: The components that cannot be identical: a model cast to another dtype, a data loader with a
+            position from other ranks, random number generators that were seeded.
     """
 
     user_content: Any = None

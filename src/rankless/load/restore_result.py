@@ -33,9 +33,9 @@ class RestoreResult:
         unexpected: The names that exist only in the checkpoint.
         exact: The components that are restored bit for bit.
         reconstructed: The components that are restored but cannot be identical: a model cast to another dtype, a data
-            loader whose position was split for another number of ranks, random number generators that were derived
-            from the saved ones for another number of ranks, values that differed between the ranks that saved: all
-            ranks get rank 0's. A component with missing or unexpected names is in neither list.
+            loader with a position that was split for another number of ranks, random number generators that were
+            derived from the saved ones for another number of ranks, values that differed between the ranks that saved:
+            all ranks get rank 0's. A component with missing or unexpected names is in neither list.
         skipped_checkpoints: The tags of corrupt checkpoints that were ignored and may be newer.
         run: The id of the run that saved the checkpoint; empty for formats other than rankless's.
         path: The directory of the checkpoint, or its file.

@@ -43,7 +43,7 @@ def find_read_crcs(plan: Reads) -> ReadCrcs:
     """Return the checksums of the files that this rank may read. The CRCs of its reads are added to them.
 
     Files in object stores have none here: finding each checksum would take a request. Neither have records of
-    distributed checkpoints, of which there may be very many.
+    distributed checkpoints: there may be very many of these.
     """
     # Native checkpoints have CRCs of their own, and need neither module.
     from rankless.formats.file_checksums import find_file_checksums  # noqa: PLC0415

@@ -121,7 +121,7 @@ def merge_files(files: Mapping[str, bytes]) -> bytes:
 
 
 def _describe(recording: Recording, process: TracedProcess) -> Iterator[dict[str, Any]]:
-    """Yield the events that name the process and its threads."""
+    """Yield the events that name the process and its threads. For example, ``rank 3 (node-1, pid 42)``."""
     name = f"rank {process.rank} ({process.host}, pid {process.pid})"
     yield _metadata(process, 0, "process_name", name=name)
     yield _metadata(process, 0, "process_sort_index", sort_index=process.rank)

@@ -50,7 +50,10 @@ class NamedTensor:
 
     @property
     def parameter(self) -> str:
-        """The shown name of the parameter that the tensor is, or is the state of."""
+        """The shown name of the parameter that the tensor is, or is the state of.
+
+        For example, ``0.weight`` for the state ``0.weight/exp_avg``.
+        """
         return self.name.rpartition("/")[0] if self.group.startswith("optimizer") else self.shown_name
 
 

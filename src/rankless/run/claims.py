@@ -258,7 +258,10 @@ def _read_newest(folder: Path) -> tuple[Entry, int]:
 
 
 def _list_entries(folder: Path) -> dict[int, str]:
-    """Return the numbers of all entries, in an object store with their versions."""
+    """Return the numbers of all entries, in an object store with their versions.
+
+    For example, ``00000003.json`` has the number 3.
+    """
     etags = store_of(folder).list_entries(folder)
     stems = {name.removesuffix(_SUFFIX): etag for name, etag in etags.items() if name.endswith(_SUFFIX)}
     return {int(stem): etag for stem, etag in stems.items() if _STEM.fullmatch(stem)}
@@ -642,5 +645,8 @@ def _describe_superseded(what: str, newest: Entry, claimed: Claim) -> str:
 
 
 def _name_claimant(job: Job) -> str:
-    """Return which process has claimed an incarnation, and by which command, to end a message with it."""
+    """Return which process has claimed an incarnation, and by which command, to end a message with it.
+
+    For example, ``(process 42 on node-1)``.
+    """
     return f"{f' by `{job.command}`' if job.command else ''} (process {job.pid} on {job.host})"

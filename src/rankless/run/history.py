@@ -2,7 +2,7 @@
 
 A job that trains claims an *incarnation*: a number that no other job of the directory has. It says which checkpoint it
 continues, its *base*. So the history knows the *line* of each run: the earlier incarnations, each up to the sequence
-number from which the next one went on. A checkpoint is *current* if it is of the newest incarnation of its run, or in
+number that the next one went on from. A checkpoint is *current* if it is of the newest incarnation of its run, or in
 its line. All others are *abandoned*: a rollback left them, or a job saved them after another one had continued the run.
 For example, a run has ``step_10`` to ``step_30``, and a second job resumes ``step_20`` and saves ``step_25``. Then
 ``step_30`` is abandoned.

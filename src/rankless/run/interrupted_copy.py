@@ -124,7 +124,8 @@ def is_interrupted_copy(folder: Path, new_names: Collection[str] = ()) -> bool:
 def list_parts_of_checkpoints(run: Path, tags: Collection[str]) -> list[str]:
     """Return the names of folders in a run directory, other than ``tags``, with values of a checkpoint and no manifest.
 
-    For people to look at: nothing is removed because of it. In an object store no tag means such a folder.
+    For example, a folder with ``state.json`` and without ``manifest.json``. For people to look at: nothing is removed
+    because of it. In an object store no tag means such a folder.
     """
     if store_of(run).is_remote:
         return []

@@ -84,7 +84,7 @@ def open_latest(
 ) -> Reader:
     """Open a checkpoint for reading: by its own path, or by a tag in a run directory, by default the latest one.
 
-    If the checkpoint is replaced or removed meanwhile, try again. ``keys`` and the errors are those of
+    If the checkpoint is replaced or removed meanwhile, try again. ``keys`` and the errors are as in
     :func:`rankless.formats.detect.open_reader`. ``is_lazy``: see :class:`NativeReader`. Raises
     ``CheckpointReplacedError`` if all attempts fail.
 

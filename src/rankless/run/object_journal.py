@@ -40,7 +40,7 @@ def append_object(run: ObjectPath, data: bytes, time: float, *, limit: int, crea
 
 
 def _list_entries(folder: ObjectPath) -> list[str]:
-    """Return the names of the entries, oldest first."""
+    """Return the names of the entries, oldest first. For example, ``01795000000000000000.0123abcd.json``."""
     return sorted(filter(_ENTRY.fullmatch, folder.store.list_names(folder)))
 
 

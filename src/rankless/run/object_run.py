@@ -1,4 +1,4 @@
-"""The layout of a run in an object store: which keys are a checkpoint of which tag.
+"""The layout of a run in an object store: the keys of each checkpoint, and of its tag.
 
 An object store cannot rename, so a checkpoint cannot get its name by a rename. Instead, no two saves ever share a key:
 
@@ -43,7 +43,7 @@ def check_output_name(final: ObjectPath) -> None:
 def list_unpublished(run: ObjectPath, entries: Sequence[TagEntry]) -> list[StaleDirectory]:
     """Return the folders of saves that no pointer names, and uploads in progress. ``entries`` are all tags of the run.
 
-    Folders of a tag whose pointer cannot be read are left out: it may name any of them. So are the whole folders of a
+    Folders of a tag are left out if its pointer cannot be read: it may name any of them. So are the whole folders of a
     run without pointers, which are its checkpoints, and folders of somebody else that only have names as saves give
     them.
     """

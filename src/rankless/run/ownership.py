@@ -225,7 +225,7 @@ EXPORT = Replaceable(("export",), "an export of weights by rankless")
 
 
 def replaced_by_export(tag: str) -> Replaceable:
-    """Return what an export in place of a step replaces: an earlier export, or a checkpoint that has this tag."""
+    """Return the rule for an export in place of a step: it replaces an earlier export, or a checkpoint of this tag."""
     return Replaceable(("export", "checkpoint", "unfinished"), "an export or a checkpoint of rankless", tag)
 
 

@@ -228,7 +228,10 @@ def _make_entry(tag: str, ascending: Sequence[ObjectInfo], pointer: Pointer | Ra
 
 
 def _number_of(path: ObjectPath) -> int:
-    """Return the number of a pointer, which is 1 or more; 0 for another object."""
+    """Return the number of a pointer, which is 1 or more; 0 for another object.
+
+    For example, 2 for ``.tags/step_10/2``.
+    """
     return int(path.name) if _POINTER_NAME.fullmatch(path.name) else 0
 
 

@@ -64,7 +64,10 @@ def keep_records_beside(run: Path) -> None:
 
 
 def _beside(run: Path) -> Path | None:
-    """Return the folder next to a run directory, or next to the target of a link; ``None`` if it cannot have one."""
+    """Return the folder next to a run directory, or next to the target of a link; ``None`` if it cannot have one.
+
+    For example, ``runs/.a.rankless`` for ``runs/a``.
+    """
     real = run.resolve()
     name = f".{real.name}.rankless"
     return real.with_name(name) if real.name and len(name.encode(errors="surrogateescape")) <= _MAX_NAME else None

@@ -138,7 +138,10 @@ class LocalOutput:
 
 
 def upload_order(name: str) -> int:
-    """Return a number by which files are sorted, so that those that name others are uploaded last."""
+    """Return a number by which files are sorted, so that those that name others are uploaded last.
+
+    For example, ``config.json`` comes after ``model.safetensors``.
+    """
     if name in _MARKERS:
         return len(_LAST) + 1 + _MARKERS.index(name)
     return max((rank for rank, end in enumerate(_LAST, 1) if name.endswith(end)), default=0)

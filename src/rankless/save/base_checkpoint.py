@@ -97,6 +97,7 @@ def count_sharing_saves(base: BaseCheckpoint | UploadedBase, keep_full_every: in
 
     One of ``keep_full_every`` checkpoints is full. Of a base that was loaded, the numbers tell how many there may be:
     the first checkpoint from each multiple of ``keep_full_every`` on is full, also if that number itself is missing.
+    For example, with ``keep_full_every=4``, three saves share after each full one.
 
     Outputs call it on rank 0 when they begin.
     """

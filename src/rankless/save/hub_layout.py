@@ -1,4 +1,4 @@
-"""The form in which ``save_pretrained`` stores a model, for the checkpoint, which has the tensors as in memory.
+"""The form that ``save_pretrained`` gives to a model, for the checkpoint, which has the tensors as in memory.
 
 :mod:`rankless.save.training_content` calls it in the commit. Exports read the file: its form is part of the format.
 """

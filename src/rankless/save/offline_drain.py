@@ -1,4 +1,4 @@
-"""The drain of what a job has left in the local tier of a host, by a process of its own, after the job has ended.
+"""The drain of a host's local tier by a process of its own, after the job has ended.
 
 If all parts of the newest checkpoint are on this host, it is written into the run directory. Else the host puts its
 parts there (:mod:`rankless.tier.parts_in_run`), and the process that finds all of them writes the checkpoint. For

@@ -45,7 +45,7 @@ class NewTag(msgspec.Struct, frozen=True):
     """The tag of a run that a checkpoint is to get, and the rules by which it takes the tag.
 
     ``overwrite``: it replaces the checkpoint that has the tag, unless that is newer. ``corrupt``: checkpoints that a
-    load found corrupt, whose tags it may take. ``keep``: which checkpoints are kept after it; for example ``step_20``
+    load found corrupt: it may take their tags. ``keep``: which checkpoints are kept after it; for example ``step_20``
     with ``KeepLast(1)`` removes ``step_10``. ``job``: what the job knows of the history. ``tier``: the tier that the
     bytes come from; then no other job may have continued the run. ``incremental``: it shares unchanged bytes with the
     checkpoint before, unless its number is a multiple of ``keep_full_every``.
@@ -126,7 +126,7 @@ class RunOutput(Protocol):
         witness: int | None = None,
         bytes_of: ProviderOf | None = None,
     ) -> bytes:
-        """Take the plan of this rank. Return what rank 0 must know of this rank to begin.
+        """Take the plan of this rank. Return the bytes that rank 0 must know of this rank to begin.
 
         With ``tensors``, bytes that the checkpoint before has may be shared. ``bytes_of`` are the bytes of the plan's
         file ranges, if all of them are there and never change: a drain's. ``witness`` is a rank on another host than
@@ -137,7 +137,7 @@ class RunOutput(Protocol):
         """Return whether the run has the checkpoint under the tag, on rank 0."""
 
     def begin(self, saved: KnownCheckpoint, posted: Sequence[bytes], records: Records = NO_RECORDS) -> bytes:
-        """Create what is to be written, on rank 0. Return what all ranks must know of it.
+        """Create the new files or objects, on rank 0. Return the bytes that all ranks must know of them.
 
         ``posted`` are the results of :meth:`prepare` of all ranks; none if nothing is shared. ``records`` are the
         records of files that were hashed before, as a drain's: such a file may be shared if an earlier checkpoint has

@@ -44,10 +44,9 @@ class SaveRequest(msgspec.Struct, frozen=True):
 
     ``options``: as the caller passed them; they are checked together with the other arguments. ``forced``: save even if
     the policy ``keep`` lacks a metric. ``job``: what the job knows of the history of the run directory. ``corrupt``:
-    checkpoints whose tags the save may take.
-    ``known_tags``: the names that are taken in the run directory, if they are known without reading it. ``local``: the
-    options of the local tier, as text. ``on_event``: the listener of this save, which calls the options' listener.
-    ``began``: the start of the call, in ``time.perf_counter`` seconds.
+    checkpoints that the save may take the tags of. ``known_tags``: the names that are taken in the run directory, if
+    they are known without reading it. ``local``: the options of the local tier, as text. ``on_event``: the listener of
+    this save, which calls the options' listener. ``began``: the start of the call, in ``time.perf_counter`` seconds.
     """
 
     path: Path

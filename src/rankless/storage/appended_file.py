@@ -1,4 +1,4 @@
-"""A bounded file to which several processes append lines, each with one write.
+"""A bounded file that several processes append lines to, each with one write.
 
 A write to a file that was opened with ``O_APPEND`` goes to its end, also if another process has just written there: on
 a local file system lines never mix. On NFS one may overwrite another, so readers must skip a line that is none of

@@ -66,7 +66,7 @@ def list_tree(path: Path) -> set[str]:
     """Return the names of all files and links in a directory and below it; of a file or a link, "".
 
     Directories are not followed through links. Files that are removed, but open on NFS, are left out. Raises
-    ``StorageError`` if a directory cannot be listed.
+    ``StorageError`` if a directory cannot be listed. For example, ``model/config.json``.
     """
     with wrap_os_errors("list", path):
         if path.is_symlink() or not path.is_dir():

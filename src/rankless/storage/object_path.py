@@ -37,7 +37,7 @@ class ObjectPath(PosixPath):
 
     @property
     def key(self) -> str:
-        """The key of the object in its bucket."""
+        """The key of the object in its bucket. For example, ``run/step_10`` for ``s3://bucket/run/step_10``."""
         return "/".join(self.parts[2:])
 
     def __str__(self) -> str:

@@ -621,7 +621,10 @@ def host_id() -> str:
 
 
 def host_name() -> str:
-    """Return the name of the host, for people to read, in printable ASCII. Several hosts may have the same."""
+    """Return the name of the host, for people to read, in printable ASCII. Several hosts may have the same.
+
+    For example, ``node-1``.
+    """
     return "".join(character if "!" <= character <= "~" else "?" for character in platform.node())
 
 

@@ -486,7 +486,10 @@ def _find_newer(beside: Path, folder: TierFolder, run: Path) -> TierFolder | Non
 
 
 def _beside(path: Path) -> Path:
-    """Return the folder that this user takes if ``path`` cannot be used."""
+    """Return the folder that this user takes if ``path`` cannot be used.
+
+    For example, ``/dev/shm/job.1000`` for ``/dev/shm/job`` and the user 1000.
+    """
     return path.with_name(f"{path.name}.{os.getuid()}")
 
 

@@ -22,7 +22,10 @@ _NAME = re.compile(
 
 @prepared
 class GenerationKey(NamedTuple):
-    """The identity of a generation, in the order from the oldest to the newest."""
+    """The identity of a generation, in the order from the oldest to the newest.
+
+    For example, incarnation 2 has names that begin with ``00000002.``.
+    """
 
     incarnation: int
     sequence: int
@@ -35,7 +38,10 @@ class GenerationKey(NamedTuple):
 
 
 class PartName(NamedTuple):
-    """The name of the table of a part: the generation, the rank that staged it, and the number of ranks that saved."""
+    """The name of the table of a part: the generation, the rank that staged it, and the number of ranks that saved.
+
+    For example, rank 3 of 8 has a name that ends with ``.000003-of-000008.part``.
+    """
 
     key: GenerationKey
     rank: int

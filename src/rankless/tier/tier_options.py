@@ -41,8 +41,8 @@ class LocalTier:
             there is a warning (``"warn"``) and the next save is drained. The end of a ``with`` block, and
             :meth:`rankless.RunDirectory.finalize`, raise the error of the last drain in any case.
         max_undrained_seconds: A save raises ``StorageError`` if nothing was drained for so many seconds.
-        failure_domain: The name of what may fail as a whole with this host, such as its rack. Copies go to hosts of
-            other domains. It may differ from host to host.
+        failure_domain: The name of the unit that may fail as a whole with this host, such as its rack. Copies go to
+            hosts of other domains. It may differ from host to host.
         copy_rate: The most bytes a second that a rank sends for copies.
 
     Raises:

@@ -134,7 +134,7 @@ class FollowedFolder(ClosingMixin):
                 remove_tree(self.path / name)
 
     def folder_of(self, key: VersionKey) -> Path:
-        """Return the folder of a version."""
+        """Return the folder of a version. For example, ``12-0123456789abcdef``."""
         return self.path / f"{key.number}-{key.id}"
 
     def is_removed(self) -> bool:

@@ -253,7 +253,10 @@ def _remove_temporary(folder: FollowedFolder, process: int) -> None:
 
 
 def _choose_folder() -> Path:
-    """Return the path of a new folder in the memory of the hosts. Nothing is created."""
+    """Return the path of a new folder in the memory of the hosts. Nothing is created.
+
+    For example, ``/dev/shm/rankless-weights-0123456789abcdef``.
+    """
     return _memory() / f"rankless-weights-{secrets.token_hex(8)}"
 
 

@@ -48,7 +48,10 @@ class Piece(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> tuple[int, int]:
-        """The number of the first word, and the number of words."""
+        """The number of the first word, and the number of words.
+
+        For example, bytes 8 to 16 of a tensor of float32 give 2 and 2.
+        """
         width = word_type(self.itemsize).itemsize
         return self.part.start // width, (self.part.stop - self.part.start) // width
 

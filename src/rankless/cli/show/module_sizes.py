@@ -59,7 +59,10 @@ def fold_modules(modules: Sequence[ModuleSummary]) -> list[ModuleSummary]:
 
 
 def _module_path(group: str, name: str) -> tuple[str, ...]:
-    """Return the module path of a tensor. Optimizer tensors are named ``parameter/state``."""
+    """Return the module path of a tensor. Optimizer tensors are named ``parameter/state``.
+
+    For example, ``layers.0.weight/exp_avg`` of an optimizer has the path of ``layers.0.weight``.
+    """
     return tuple((name.rpartition("/")[0] if group.startswith("optimizer") else name).split("."))
 
 

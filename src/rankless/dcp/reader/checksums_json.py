@@ -50,7 +50,10 @@ class RecordChecksums(msgspec.Struct, frozen=True):
 
 
 def name_checksums(metadata: bytes) -> str:
-    """Return the name of the file that has the checksums of one checkpoint only."""
+    """Return the name of the file that has the checksums of one checkpoint only.
+
+    It has the CRC of the metadata, for example ``checksums-0123456789abcdef.json``.
+    """
     return f"checksums-{block_crcs.crc64(metadata):016x}.json"
 
 

@@ -45,7 +45,10 @@ class Rank(NamedTuple):
 
 
 class Expert(NamedTuple):
-    """A file of an expert: its model-parallel rank, the number of its layer and its own number among all."""
+    """A file of an expert: its model-parallel rank, the number of its layer and its own number among all.
+
+    For example, ``layer_1_expert_3_mp_rank_00_model_states.pt`` is expert 3 of layer 1.
+    """
 
     mp: int
     layer: int
@@ -53,7 +56,10 @@ class Expert(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A file of a layer of a pipeline: the number of the layer and the tensor-parallel rank."""
+    """A file of a layer of a pipeline: the number of the layer and the tensor-parallel rank.
+
+    For example, ``layer_02-model_00-model_states.pt`` is layer 2 of tensor-parallel rank 0.
+    """
 
     layer: int
     tp: int
@@ -77,7 +83,10 @@ class TagFiles:
 
 
 def is_rank_file(path: Path) -> bool:
-    """Return whether a file's name belongs to one rank of a checkpoint that is divided among ranks."""
+    """Return whether a file's name belongs to one rank of a checkpoint that is divided among ranks.
+
+    For example, ``zero_pp_rank_0_mp_rank_00_optim_states.pt`` does, and ``mp_rank_00_model_states.pt`` does not.
+    """
     model = _MODEL.fullmatch(path.name)
     return bool(model and model["dp"]) or bool(_OPTIMIZER.fullmatch(path.name))
 

@@ -63,7 +63,10 @@ class PlacedParameter:
 
 
 def count_elements(shapes: Shapes, paddings: Sequence[int]) -> int:
-    """Return the number of elements of the parameters of a group, and of the padding between them."""
+    """Return the number of elements of the parameters of a group, and of the padding between them.
+
+    For example, shapes ``(2, 3)`` and ``(4,)`` with paddings 0 and 2 have 12 elements.
+    """
     return sum(map(math.prod, shapes.values())) + sum(paddings)
 
 
@@ -85,7 +88,10 @@ def place_in_group(shapes: Shapes, paddings: Sequence[int], part: int, budget: R
 
 
 def share_size(shape: tuple[int, ...], ranks: int) -> int:
-    """Return the number of elements that each rank of ZeRO-3 has of a parameter, with padding on the last ones."""
+    """Return the number of elements that each rank of ZeRO-3 has of a parameter, with padding on the last ones.
+
+    For example, 10 elements on 4 ranks are 3 for each rank, with 2 elements of padding.
+    """
     return -(-math.prod(shape) // ranks)
 
 

@@ -95,7 +95,10 @@ def _order_of(name: str, *, is_one_kind: bool) -> tuple[int, int, int] | None:
 
 
 def _split_name(name: str) -> tuple[int | None, str]:
-    """Return the number of the layer in a name, and the name inside that layer."""
+    """Return the number of the layer in a name, and the name inside that layer.
+
+    For example, ``decoder.layers.3.mlp.linear_fc1.weight`` gives 3 and ``mlp.linear_fc1.weight``.
+    """
     layer = layer_of(name)
     return (None, name) if layer is None else (layer, name.partition(f".{layer}.")[2])
 

@@ -31,7 +31,10 @@ class StageNames:
         return len({match[1] for name in names if (match := _LAYER.fullmatch(name))})
 
     def rename(self, name: str) -> str:
-        """Return the name that a tensor has in ``torch_dist``, with the layer's number in the model."""
+        """Return the name that a tensor has in ``torch_dist``, with the layer's number in the model.
+
+        For example, with ``first_layer`` 4, layer 0 of the stage becomes layer 4.
+        """
         match = _LAYER.fullmatch(name)
         if match is None:
             return name

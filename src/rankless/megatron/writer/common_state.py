@@ -89,7 +89,10 @@ def list_objects(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name_shards(shards: Sequence[str]) -> list[str]:
-    """Return the names of shards, all with the numbers of places."""
+    """Return the names of shards, all with the numbers of places.
+
+    For example, ``0`` and ``1`` become ``0_2`` and ``1_2``.
+    """
     if all("_" in shard for shard in shards):
         return list(shards)
     places = [[int(number) for number in shard.partition("_")[0].split(".")] for shard in shards]

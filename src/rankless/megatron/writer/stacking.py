@@ -48,7 +48,10 @@ class StackedModel:
 
 
 def is_megatron_name(name: str) -> bool:
-    """Return whether a parameter has one of Megatron's names."""
+    """Return whether a parameter has one of Megatron's names.
+
+    For example, ``decoder.layers.0.mlp.linear_fc1.weight`` is one.
+    """
     return _LAYER.fullmatch(name) is not None or name in {EMBEDDING, OUTPUT}
 
 
@@ -67,7 +70,7 @@ def plan_from_megatron(shapes: Mapping[str, tuple[int, ...]], divisor: int, sour
 
 
 def pad_rows(rows: int, divisor: int) -> int:
-    """Return the number of rows of an embedding with its padding."""
+    """Return the number of rows of an embedding with its padding. For example, 10 rows become 12 with the divisor 4."""
     return -(-rows // divisor) * divisor
 
 

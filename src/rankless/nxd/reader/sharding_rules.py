@@ -143,7 +143,7 @@ def load_spec(text: str) -> ShardingSpec:
 
 
 def _parse_option(option: str, text: str) -> tuple[str, int]:
-    """Parse an option of a named layout."""
+    """Parse an option of a named layout. For example, ``kv_heads=8``."""
     key, _, value = option.partition("=")
     if key not in _OPTIONS or not value.isdecimal() or int(value) < 1:
         raise InvalidArgumentError(

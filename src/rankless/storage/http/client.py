@@ -201,7 +201,10 @@ def _refusal(request: ObjectRequest, response: HttpResponse, code: str, *, is_re
 
 
 def _redirect_target(response: HttpResponse) -> str:
-    """Return the server of a redirect, without the path and the query: they may contain a signature."""
+    """Return the server of a redirect, without the path and the query: they may contain a signature.
+
+    For example, ``https://other.host:9000``.
+    """
     with suppress(ValueError):
         parts = urlsplit(response.headers.get("location", ""))
         if parts.scheme and parts.hostname:

@@ -52,7 +52,7 @@ class Address:
 
     @property
     def host_header(self) -> str:
-        """The value of the header ``Host``, which is signed."""
+        """The value of the header ``Host``, which is signed. For example, ``localhost:9000``."""
         return self.host if self.port is None else f"{self.host}:{self.port}"
 
 
@@ -228,7 +228,7 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def make_target(path: str, query: Iterable[tuple[str, str]]) -> str:
-    """Return a path and a query as they are sent, and signed."""
+    """Return a path and a query as they are sent, and signed. For example, ``/bucket/a%20b?partNumber=1``."""
     pairs = "&".join(f"{quote(name, safe='')}={quote(value, safe='')}" for name, value in sorted(query))
     return quote(path, safe="/-_.~") + (f"?{pairs}" if pairs else "")
 
@@ -351,7 +351,10 @@ def _read_response(response: http.client.HTTPResponse, request: HttpRequest) -> 
 
 
 def _join_headers(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return headers by their names in lower case. The values of one that comes several times are joined by commas."""
+    """Return headers by their names in lower case. The values of one that comes several times are joined by commas.
+
+    For example, two headers ``X: 1`` and ``x: 2`` become ``x`` with ``1, 2``.
+    """
     headers: dict[str, str] = {}
     for name, value in pairs:
         key = name.lower()

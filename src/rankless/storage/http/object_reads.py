@@ -352,7 +352,10 @@ def _check_size(path: Path, response: ObjectResponse, limit: int) -> None:
 
 
 def _find_range(response: ObjectResponse, path: ObjectPath) -> tuple[int, int]:
-    """Return the first byte of an answer, and the size of the object."""
+    """Return the first byte of an answer, and the size of the object.
+
+    For example, ``content-range: bytes 100-199/500`` gives 100 and 500.
+    """
     if response.status == HTTPStatus.OK:  # the whole object
         return 0, int(response.headers.get("content-length") or len(response.body))
     match = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))

@@ -20,7 +20,10 @@ Headers = tuple[tuple[str, str], ...]
 
 
 def check_headers(headers: Mapping[str, str] | Iterable[tuple[str, str]]) -> Headers:
-    """Return headers as sorted pairs, names in lower case. Raises ``InvalidArgumentError``, without any value."""
+    """Return headers as sorted pairs, names in lower case. Raises ``InvalidArgumentError``, without any value.
+
+    For example, ``{"X-A": "1"}`` becomes ``(("x-a", "1"),)``.
+    """
     try:
         pairs = sorted(dict(headers).items())
     except (TypeError, ValueError):
