@@ -34,7 +34,7 @@ _MAX_DEFAULTS = 16
 
 
 class _DefaultDirectories:
-    """The most recently used default run directories. They share what this process has loaded and saved."""
+    """The most recently used default run directories. They share the memory of this process's loads and saves."""
 
     def __init__(self) -> None:
         self._directories: dict[_Settings, RunDirectory] = {}
@@ -67,7 +67,7 @@ class _DefaultDirectories:
         failures.raise_first()
 
     def clear(self) -> None:
-        """Forget all run directories, and what was loaded and saved."""
+        """Forget all run directories, and their loads and saves."""
         self._directories, self._memory = {}, JobMemory()
 
 
@@ -246,7 +246,7 @@ def restore(
 def finalize() -> None:
     """Wait for all background saves of this process, and for statistics that they compute.
 
-    With a local tier, all ranks must call it: what only the tier has is written into the run directory.
+    With a local tier, all ranks must call it: checkpoints that only the tier has are written into the run directory.
 
     Raises:
         Exception: The error of the first save that failed, after all saves have ended. Each error is raised once: if

@@ -38,7 +38,7 @@ _METRIC_CHARACTERS = 250
 
 @dataclass(frozen=True)
 class _Reference:
-    """The content of an artifact: where a checkpoint is, which one it is, and what it contains."""
+    """The content of an artifact: the place of a checkpoint, its identity, and its contents."""
 
     path: str
     tag: str

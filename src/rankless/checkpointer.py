@@ -181,7 +181,7 @@ class Checkpointer:
         self._has_saved = False
         #: The save of the step :attr:`_saved`, if this process has made it.
         self._handle: SaveHandle[CheckpointInfo] | None = None
-        #: What the last call of :meth:`step` wants to be saved with it.
+        #: The values of the last call of :meth:`step` to save with it.
         self._pending: dict[str, Any] = {}
 
     @property
@@ -241,7 +241,7 @@ class Checkpointer:
         return [name for name in objects if name not in self._registered]
 
     def _keep_untaken(self, tag: str) -> None:
-        """Keep the resumed checkpoint, besides what retention keeps, while nothing else has the state of an object.
+        """Keep the resumed checkpoint, in addition to retention, while nothing else has the state of an object.
 
         Raises ``StateError`` if a save of its own step would replace it. A later step may, with a warning.
         """
@@ -339,7 +339,7 @@ class Checkpointer:
             return step
 
     def _begin_with(self, path: str | PathLike[str] | None, options: LoadOptions) -> None:
-        """Load the weights with which a new run begins, if a path was passed. All ranks must pass the same."""
+        """Load the weights that a new run begins with, if a path was passed. All ranks must pass the same."""
         settings = {"init_from": "None" if path is None else str(path)}
         try:
             self._directory.compare_calls(CallDescription("Checkpointer.resume", settings), lambda: None)

@@ -16,7 +16,7 @@ class InvalidArgumentError(RanklessError, ValueError):
 
 
 class TorchMissingError(RanklessError, ModuleNotFoundError):
-    """PyTorch is not installed, and what was called needs it. Reading checkpoints does not."""
+    """PyTorch is not installed, and the called function needs it. Reading checkpoints does not."""
 
 
 class TorchVersionError(RanklessError, ImportError):
@@ -108,7 +108,7 @@ class SpaceShortageError(StorageError):
 
 
 class UnstableReadError(StorageError):
-    """Bytes that were read do not match their CRC, but a second read of them does: what is stored is intact."""
+    """Bytes that were read do not match their CRC, but a second read of them does: the stored bytes are intact."""
 
 
 class CorruptCheckpointError(RanklessError, ValueError):

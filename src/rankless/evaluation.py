@@ -98,7 +98,7 @@ def _warn_if_renamed(path: Path, tag: str, checkpoint_id: str) -> None:
         has_tag = not run_store_of(path.parent).names_other(tag, checkpoint_id)
         if has_tag and (holds_checkpoint(path, checkpoint_id) or not store_of(path).path_exists(path)):
             return
-    except RanklessError:  # what was read was verified; only the warning is lost
+    except RanklessError:  # all bytes that were read were verified; only the warning is lost
         return
     warn_caller(
         f"{tag!r} in {path.parent} was saved anew while this process had it pinned, because the training went back to "

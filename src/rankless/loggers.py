@@ -64,7 +64,7 @@ def log_to_wandb(run: Any = None) -> OnEvent:
             runs.append(current_wandb_run() if run is None else run)
             # Steps of checkpoints come later than steps of the training, and wandb wants them in order.
             runs[0].define_metric(f"{_PREFIX}/*", step_metric=f"{_PREFIX}/step")
-        # A commit would end the row of the training, and W&B drops what is logged for a step before the current one.
+        # A commit would end the row of the training, and W&B drops values of a step before the current one.
         runs[0].log({**figures, f"{_PREFIX}/step": step}, commit=False)
 
     return _Listener(send)

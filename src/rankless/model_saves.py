@@ -33,7 +33,7 @@ from rankless.storage.store import store_of
 #: The suffix that is added to the path of a run directory for its weights: for example, ``runs/a-models``.
 _SUFFIX = "-models"
 
-#: Runs a save of a tag, and decides what becomes of its error.
+#: Runs a save of a tag, and raises its error or warns of it.
 Tolerating = Callable[[str, Ask], AbstractContextManager[None]]
 
 

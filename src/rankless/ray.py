@@ -37,7 +37,7 @@ from rankless.save.handle import SaveHandle
 from rankless.save.metrics import read_metrics
 from rankless.storage import posix
 
-#: The arguments of other ``Checkpointer``s that this one does not take, and what to use instead.
+#: The arguments of other ``Checkpointer``s that this one does not take, and the replacements.
 _REFUSED = {
     "path": "checkpoints are in the storage folder of the run: pass RunConfig(storage_path=…, name=…)",
     "keep": "Ray removes checkpoints: pass CheckpointConfig(num_to_keep=…)",
@@ -220,7 +220,7 @@ def _as_numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def _wait_for_save(handle: SaveHandle[CheckpointInfo], checkpoint: Any, name: str) -> Any:
-    """Return the checkpoint once it is committed: what Ray calls in a thread in place of an upload."""
+    """Return the checkpoint once it is committed. Ray calls this in a thread in place of an upload."""
     del name
     handle.wait()
     return checkpoint

@@ -1,6 +1,6 @@
 """Accelerate's ``Accelerator`` with rankless's checkpoints: a drop-in replacement for ``accelerate.Accelerator``.
 
-``save_state`` and ``load_state`` save and load what was prepared and registered, on any number of ranks. Automatic
+``save_state`` and ``load_state`` save and load all prepared and registered objects, on any number of ranks. Automatic
 names and ``total_limit`` of ``ProjectConfiguration`` keep their meaning.
 
 Accelerate's training script calls it on every rank, in the thread of the caller. The names of stateful objects are
@@ -31,7 +31,7 @@ from rankless.storage.store import store_of
 #: Accelerate's name of a checkpoint, and of the folder of checkpoints in the project.
 _TAG, _FOLDER = "checkpoint_{}", "checkpoints"
 
-#: What has checkpoints of its own.
+#: Plugins with checkpoints of their own.
 _REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
@@ -174,7 +174,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the package 
         }
 
     def _stateful_objects(self) -> dict[str, Any] | None:
-        """Return the objects that are equal on all ranks: what was registered, the scaler, samplers with a seed."""
+        """Return the objects that are equal on all ranks: registered objects, the scaler, samplers with a seed."""
         objects = {f"custom_{number}": custom for number, custom in enumerate(self._custom_objects)}
         if self.scaler is not None:
             objects["scaler"] = self.scaler

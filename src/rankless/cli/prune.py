@@ -1,6 +1,6 @@
 """``rankless prune``: removes old checkpoints and leftovers of interrupted saves.
 
-It runs in one process, next to jobs that save: what is removed is decided, and locked, by :mod:`rankless.run`.
+It runs in one process, next to jobs that save: :mod:`rankless.run` decides about removals, and holds the locks.
 """
 
 from __future__ import annotations

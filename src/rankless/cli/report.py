@@ -1,4 +1,4 @@
-"""``rankless report``: writes what a run, a checkpoint, or a difference looks like into one HTML page.
+"""``rankless report``: writes a run, a checkpoint, or a difference into one HTML page.
 
 It runs in one process, while a training may save, and writes nothing but the page. With ``--verify`` and ``--stats`` it
 reads tensors (:mod:`rankless.cli.verify_one`, :mod:`rankless.inspection.checkpoint_statistics`), with a second

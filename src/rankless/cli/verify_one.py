@@ -39,7 +39,7 @@ class VerifyResult:
     checksums, and ``"unreadable"`` if it could not be opened for another reason than corruption. ``tensors`` and
     ``bytes`` count the intact tensors, which were read in ``seconds``; ``checksummed`` is the number of tensors with
     checksums. ``own_bytes`` is the disk space that no other file shares. ``problems`` name files and tensors.
-    ``notes`` name files that do not belong to the checkpoint, and what could not be proven.
+    ``notes`` name files that do not belong to the checkpoint, and facts that could not be proven.
     """
 
     path: str

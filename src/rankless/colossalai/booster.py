@@ -1,7 +1,7 @@
 """``Booster`` with the signatures of ColossalAI 0.5.0, for plain torch, DDP, FSDP and DTensor models.
 
 Names from ColossalAI's guide that this version does not have are accepted as keywords. Loading reads everything that
-the original writes. Saving writes what the original loads; each file or folder appears atomically, and nothing is
+the original writes. Saving writes files that the original loads; each file or folder appears atomically, and nothing is
 gathered on one rank.
 
 A training script calls it on every rank, in the thread of the caller; saves and loads go through
@@ -48,7 +48,7 @@ _MIB = 2**20
 
 
 class CheckpointIO:
-    """The object on which scripts wait for asynchronous saves."""
+    """The object that scripts wait on for asynchronous saves."""
 
     def synchronize(self) -> None:
         """Do nothing: an asynchronous save has copied its data when the call returns."""

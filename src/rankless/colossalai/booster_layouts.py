@@ -1,4 +1,4 @@
-"""File layouts of ColossalAI 0.5.0, so that it loads what rankless saves.
+"""File layouts of ColossalAI 0.5.0, so that it loads files of rankless.
 
 Source: ``colossalai/checkpoint_io`` of that version. Sizes in its indexes are in MiB. ColossalAI's "prefix" is a
 variant in the file names: ``pytorch_model.foo-00001.bin``, ``pytorch_model.bin.index.foo.json``.

@@ -39,7 +39,7 @@ from rankless.process.prepared_types import prepared
 from rankless.save.save_negotiation import SaveAgreement, describe_differing, name_differing, negotiate_save
 from rankless.save.save_operation import SavedShare
 
-#: What the save returns.
+#: The result of the save.
 Appeared = TypeVar("Appeared")
 
 
@@ -88,7 +88,7 @@ class ComponentContent(Generic[Appeared]):
         return self._request.destination.path
 
     def prepare(self) -> None:
-        """Agree on what to save, create the files, and check that replicas are equal."""
+        """Agree on the component, create the files, and check that replicas are equal."""
         agreement = negotiate_save(self._request, self.share.session, self.share.ranks.global_ranks(), b"")
         self.share.captured = agreement.captured
         names = name_differing(self.share.session, agreement) if agreement.differing else []

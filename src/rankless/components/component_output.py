@@ -1,6 +1,6 @@
 """The interface between a save of one component and the place that it writes into.
 
-The save says what is written (:class:`SavedComponent`). An output says where, and how it appears:
+The save defines the content (:class:`SavedComponent`). An output says where, and how it appears:
 :class:`rankless.components.folder_output.FolderComponentOutput` by one rename,
 :class:`rankless.components.object_output.ObjectComponentOutput` file by file, the index last.
 
@@ -24,7 +24,7 @@ from rankless.engine.plan.save_plan import SavePlan
 from rankless.engine.plan.writer_cells import CellGrain
 from rankless.storage.object_path import ObjectPath
 
-#: What a save of a component returns: its path, or the description of a published version.
+#: The result of a save of a component: its path, or the description of a published version.
 Appeared_co = TypeVar("Appeared_co", covariant=True)
 
 
@@ -69,13 +69,13 @@ class ComponentOutput(Protocol[Appeared_co]):
         """
 
     def join(self, begun: bytes) -> None:
-        """Take part in what rank 0 has begun."""
+        """Take part in the output that rank 0 has begun."""
 
     def write(self, component: SavedComponent) -> Appeared_co:
         """Write all files, let them appear at their final paths, and return the result. It ends in votes."""
 
     def discard(self) -> None:
-        """Remove what was written, after a failure, unless it has its final name.
+        """Remove the written files, after a failure, unless they have their final names.
 
         Each rank calls it in the rollback; only rank 0 has something to remove.
         """

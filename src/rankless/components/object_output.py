@@ -71,7 +71,7 @@ class ObjectComponentOutput:
         return upload_parts.GRAIN
 
     def begin(self, files: FileSet, frames: Sequence[FileFrame]) -> bytes:
-        """See :class:`ComponentOutput`. What dead saves of the same files have left is removed first."""
+        """See :class:`ComponentOutput`. Leftovers of dead saves of the same files are removed first."""
         self._files, paths = files, self._final_paths(files.names)
         with suppress(RanklessError):  # a save does not fail because of leftovers of another one
             abort_dead_uploads(self._path if self._destination.folder else self._path.parent, paths)
@@ -156,5 +156,5 @@ class ObjectComponentOutput:
             raise
 
     def discard(self) -> None:
-        """See :class:`ComponentOutput`. What is complete stays."""
+        """See :class:`ComponentOutput`. Complete files stay."""
         abort_uploads(self._uploads)

@@ -116,7 +116,7 @@ class PendingFiles:
             (name,) = self._files.file_names()
             posix.fsync_directory(self.folder)
             self._pending.replace(COMPONENT_FILE.check, name)
-            with suppress(StorageError):  # the save is complete; what is left is hidden, and the next save removes it
+            with suppress(StorageError):  # the save is complete; leftovers are hidden, and the next save removes them
                 self._pending.remove_displaced()
 
     @staticmethod

@@ -1,6 +1,6 @@
 """The interface between a conversion and the place that it writes into.
 
-A conversion says what is written (:class:`ConvertedContent`, and a target with the files of the format). An output says
+A conversion defines the content (:class:`ConvertedContent`, and a target with the files of the format). An output says
 where, and how it appears: :class:`rankless.conversion.folder_output.FolderConversionOutput` by one rename,
 :class:`rankless.conversion.object_output.ObjectConversionOutput` file by file, those that name others last. All ranks
 must call the methods in the order of :class:`ConversionOutput`: some of them hold votes.
@@ -20,7 +20,7 @@ from rankless.storage.object_path import ObjectPath
 
 
 class RankShare(NamedTuple):
-    """The layout of the files, at the paths at which they can be read back, and the bytes that this rank writes.
+    """The layout of the files, at the paths where they can be read back, and the bytes that this rank writes.
 
     ``linked`` are its share of the bytes in files that are links: they are read back only.
     """
@@ -52,7 +52,7 @@ class ConversionOutput(Protocol):
         """The folder for the files that rank 0's target creates. Rank 0 sends it to all ranks."""
 
     def clean_up(self) -> None:
-        """Remove what dead conversions to the same path have left, on rank 0.
+        """Remove the leftovers of dead conversions to the same path, on rank 0.
 
         Called in the vote "reading the metadata".
         """
@@ -79,7 +79,7 @@ class ConversionOutput(Protocol):
         """
 
     def discard(self) -> None:
-        """Remove what was written, after a failure. No vote."""
+        """Remove the written files, after a failure. No vote."""
 
 
 def open_conversion_output(final: Path, ranks: WritingRanks) -> ConversionOutput:

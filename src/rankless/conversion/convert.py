@@ -96,7 +96,8 @@ def convert(
     Raises:
         InvalidArgumentError: an argument is not valid, or ``output`` is inside ``path``.
         TagExistsError: ``output`` exists.
-        CorruptCheckpointError: the source does not match its checksums, or the output is not what was written.
+        CorruptCheckpointError: the source does not match its checksums, or the output has other bytes than were
+            written.
         TorchMissingError: the output needs PyTorch, which is not installed.
     """
     with collective_call(process_group, timeout):

@@ -132,7 +132,7 @@ class _PlannedExport(NamedTuple):
 
 @dataclass(frozen=True)
 class _ExportOptions:
-    """The arguments of an export that determine what is written."""
+    """The arguments of an export that determine its files."""
 
     tag: TagArgument
     model: str | None

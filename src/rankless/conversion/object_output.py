@@ -66,7 +66,7 @@ class ObjectConversionOutput:
         self._header_bytes: Sequence[int] = ()
         self._uploads: list[Upload] = []
         self._written: dict[ObjectPath, str] = {}
-        #: What proves that an object was uploaded by this conversion: another one may write equal bytes.
+        #: The proof that this conversion has uploaded an object: another one may write equal bytes.
         self._notes = {"rankless": secrets.token_hex(8)}
 
     @property
@@ -75,7 +75,7 @@ class ObjectConversionOutput:
         return self._local.path
 
     def clean_up(self) -> None:
-        """See :class:`ConversionOutput`. What is on this host is removed when the folder is created."""
+        """See :class:`ConversionOutput`. Leftovers on this host are removed when the folder is created."""
 
     def create(self, target: ConversionTarget, nbytes: int, host_of: Sequence[int]) -> RankShare:
         """See :class:`ConversionOutput`. Each part of a file has one rank, whatever the hosts."""

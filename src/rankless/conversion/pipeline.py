@@ -334,7 +334,7 @@ class _ConvertedTensors:
             return msgspec.msgpack.encode(crcs)
 
     def verify_linked(self, fragments: Fragments) -> None:
-        """Compare what was read of files that are links with the CRCs of the source, which has the same bytes."""
+        """Compare the bytes read of files that are links with the CRCs of the source, which has the same bytes."""
         with detect_replacement(self._source.reader):
             self._checks.verify_across_ranks(self._checks.verify_local(fragments))
 

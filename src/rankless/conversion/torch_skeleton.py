@@ -1,7 +1,7 @@
 """The bytes of a ``torch.save`` file that belong to no planned tensor, kept in memory: no file is written.
 
 :class:`~rankless.conversion.torch_target.PlannedTorchFile` lays out with it, on rank 0 of a save of one component. The
-bytes become the file: they must be exactly what ``torch.save`` writes.
+bytes become the file: they must be exactly the bytes that ``torch.save`` writes.
 """
 
 from __future__ import annotations

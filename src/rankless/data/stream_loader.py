@@ -52,7 +52,7 @@ class _ShardSample(NamedTuple):
 class _Origin:
     """The samples of a batch, and the lengths of the shards that its worker has read to their ends meanwhile.
 
-    It is no sequence: what pins memory looks for tensors in these.
+    It is no sequence: code that pins memory looks for tensors in these.
     """
 
     __slots__ = ("lengths", "used")
@@ -170,7 +170,7 @@ class StreamLoader:
         self._names = _digest_names(shards)
         self._sharing_ranks = describe_members(ranks, process_group)
         self._plan = StreamPlan(len(shards), seed, shuffle)
-        #: What all ranks together had used when they began, or were resumed, and what this one has used since.
+        #: The common progress of all ranks when they began, or were resumed, and the progress of this one since.
         self._base, self._own = StreamProgress(), StreamProgress()
         #: The shards of this rank that are left of its epoch.
         self._left: set[Shard] = set()

@@ -127,7 +127,7 @@ class DcpFolder:
     def read_value(self, item: ReadItem) -> bytes:
         """Return the pickle of a value: plain types, or an in-memory file.
 
-        The value is read without running code, and pickled anew, because torch will unpickle what it gets.
+        The value is read without running code, and pickled anew, because torch will unpickle it.
         """
         window = self.open_window(item)
         window.read(0, window.size)  # verifies the whole record if there are checksums

@@ -150,7 +150,7 @@ class ObjectOutput:
         return [name for name in missing if not store_of(self._path).is_file(self._path / name)]  # a list may lag
 
     def publish(self, metadata: bytes, encoded_checksums: bytes) -> None:
-        """Write the checksums, and then the metadata. Remove what is not needed any more."""
+        """Write the checksums, and then the metadata. Remove files that are not needed any more."""
         name = checksums_json.name_checksums(metadata)
         written = time.time()  # before the request: the process may be stopped in it
         self._store.replace_small(self._path / name, encoded_checksums)
@@ -194,12 +194,12 @@ class ObjectOutput:
         return is_written
 
     def _check_may_retry(self, name: str, written: float) -> None:
-        """Raise an error if the save must not replace what another process has saved meanwhile."""
+        """Raise an error if the save must not replace the checkpoint that another process has saved meanwhile."""
         now = time.time()
         if not self._overwrite:
             self._remove([name])
             raise TagExistsError(f"another process has saved to {self._path} meanwhile; its checkpoint was left")
-        # Clocks may differ, so half of the time after which another process may have listed the files.
+        # Clocks may differ, so half of the time that must pass until another process may have listed the files.
         if now - self._began > ABANDONED_SECONDS / 2 or now - written > _REPEAT_SECONDS / 2:
             self._remove([name])
             raise StorageError(

@@ -1,4 +1,4 @@
-"""A ``StorageReader`` for ``dcp.load``: verifies what it reads, runs no code, reads only needed ranges.
+"""A ``StorageReader`` for ``dcp.load``: verifies all bytes that it reads, runs no code, reads only needed ranges.
 
 torch calls the methods: each rank reads the metadata and its plan, in the thread of ``dcp.load``.
 :mod:`rankless.torchtitan.manager` loads with it, too. No pickle may run unless the user passes ``weights_only=False``.

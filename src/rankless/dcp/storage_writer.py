@@ -136,7 +136,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         return [replace(plan, storage_data=_StoragePrefix(f"__{rank}_")) for rank, plan in enumerate(plans)]
 
     def _renew_output(self) -> None:
-        """Prepare for another save. Remove what is left of one that failed and did not call :meth:`finish`."""
+        """Prepare for another save. Remove the leftovers of one that failed and did not call :meth:`finish`."""
         self._output.discard()
         self._output = make_output(self.path, sync_files=self.sync_files)
 

@@ -1,7 +1,7 @@
 """``save_checkpoint`` and ``load_checkpoint`` for DeepSpeed engines, in the form of the engine's own methods.
 
-A training script calls them on every rank. What may fail on one rank alone is done in the vote "reading the engine's
-state".
+A training script calls them on every rank. Steps that may fail on one rank alone are done in the vote "reading the
+engine's state".
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _SOURCE_KEYS = frozenset(
 #: The state of DeepSpeed's own schedulers, which torch's cannot load.
 _COUNTER = frozenset({"last_batch_iteration"})
 
-#: What a loss scaler changes while it trains; everything else of it is configuration.
+#: The attributes that a loss scaler changes in a training; all others are configuration.
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 

@@ -19,7 +19,7 @@ from rankless.inspection.bits_to_floats import as_array, small_float_steps
 from rankless.ondisk.dtypes import NUMPY_NAMES, dtype_width
 from rankless.storage.aligned_memory import Bytes
 
-#: The number of elements that are cast at a time: what is computed from them stays in the cache of the processor.
+#: The number of elements that are cast at a time: intermediate results stay in the cache of the processor.
 _PIECE = 2**14
 
 #: dtypes of at most this many bytes have so few codes that a table has the cast of each.

@@ -34,7 +34,7 @@ ConfigChange = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Change(msgspec.Struct, frozen=True):
-    """A line of the report of an edit: the group, and what becomes of something in it."""
+    """A line of the report of an edit: the group, and the change of something in it."""
 
     group: str
     text: str
@@ -122,7 +122,7 @@ class Catalog(msgspec.Struct, frozen=True):
         return rename_qualified
 
     def resolve(self, name: str) -> str:
-        """Return the name under which a tied parameter is stored."""
+        """Return the stored name of a tied parameter."""
         return next((tied[name] for group, tied in self.tied.items() if group in self.tensors and name in tied), name)
 
     def names(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Changes of a ``config.json`` of transformers that hold for its parts, too: the dtype, and what verbs change.
+"""Changes of a ``config.json`` of transformers that hold for its parts, too: the dtype, and entries that verbs change.
 
 Verbs use it, and :mod:`rankless.conversion.config_dtype` for the bytes of a file.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from rankless.ondisk.dtypes import TORCH_NAMES
 
-#: The names under which a configuration has the dtype of the weights, now and before transformers 5.
+#: The names that a configuration has for the dtype of the weights, now and before transformers 5.
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 #: The parts of a configuration that describe a model of text.

@@ -2,7 +2,7 @@
 
 The verbs of this package build them; :class:`rankless.formats.edited_reader.EditedReader` evaluates them, in the
 threads that read tensors, on each rank for the ranges that it needs. So equal formulas must give equal bytes on all
-ranks, whichever ranges they compute: sums have a fixed order, and random rows depend on their number alone.
+ranks, for any ranges that they compute: sums have a fixed order, and random rows depend on their number alone.
 """
 
 from __future__ import annotations

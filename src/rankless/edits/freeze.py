@@ -135,7 +135,7 @@ def _select(names: Sequence[str], patterns: Sequence[str], catalog: Catalog, ver
 
 
 def _in_optimizer_only(catalog: Catalog, frozen: Collection[str]) -> ValueChange:
-    """Return a change by which optimizers and schedulers no longer list parameters; models keep them."""
+    """Return a change that removes parameters from optimizers and schedulers; models keep them."""
     drop = rename_parameters(catalog.qualify(lambda name: () if name in frozen else (name,)))
 
     def change(shared: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -133,7 +133,7 @@ def _without_wrappers(stacks: Mapping[str, int]) -> dict[str, int]:
 
 
 def _pattern_of(stack: str) -> re.Pattern[str]:
-    """Return the pattern of names in a stack: what is before the number of the layer, the number, and the rest.
+    """Return the pattern of names in a stack: the text before the number of the layer, the number, and the rest.
 
     For example, ``model.layers`` splits ``model.layers.3.mlp.weight`` at ``3``.
     """

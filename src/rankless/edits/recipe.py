@@ -1,7 +1,7 @@
 """Recipes: the verbs of an edit, in order, as texts of the command line, as a TOML file, or as its tables.
 
 :func:`parse_recipe` checks everything that can be checked without the checkpoint, on each rank, before anything is
-opened. :func:`encode_recipe` returns the text that manifests record, and by which ranks compare their arguments.
+opened. :func:`encode_recipe` returns the text that manifests record. Ranks compare their arguments by it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rankless.storage.posix import read_small
 #: A step of an edit.
 Verb = Union[Average, Cast, Dequantise, Freeze, Layers, Rename, ResizeVocab, Unfreeze, Upcycle]  # noqa: UP007 - of msgspec
 
-#: What users pass as an edit: the path of a recipe, or verbs as texts, or as tables of a recipe.
+#: The argument that users pass as an edit: the path of a recipe, or verbs as texts, or as tables of a recipe.
 Edit = str | PathLike[str] | Sequence[str | Mapping[str, Any]]
 
 #: The most verbs of a recipe, and the largest file.
@@ -42,7 +42,7 @@ _DIGITS = 5
 #: The classes by the name of the verb.
 VERBS: dict[str, type[Any]] = {verb.__struct_config__.tag: verb for verb in get_args(Verb)}
 
-#: What may be given without its name, as the first word after the verb.
+#: The argument that may be given without its name, as the first word after the verb.
 _FIRST = {
     "resize-vocab": "size",
     "freeze": "include",

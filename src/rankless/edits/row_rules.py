@@ -1,4 +1,4 @@
-"""The rules by which edits fill rows that no stored tensor has: of embeddings, heads and routers.
+"""The rules for rows that edits add and no stored tensor has: of embeddings, heads and routers.
 
 Verbs ask it when they build a catalog. The rule is part of the recipe, as text: ``mean``, ``zeros``, ``copy:7``,
 ``normal:0.02``.

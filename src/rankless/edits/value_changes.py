@@ -39,7 +39,7 @@ def rename_parameters(rename: RenameNames) -> ValueChange:
 
 
 def add_parameters(names: Sequence[str], like: str, group: str) -> ValueChange:
-    """Return a change by which parameters join the parameter group of another one, in the optimizer of a ``group``.
+    """Return a change that adds parameters to the parameter group of another one, in the optimizer of a ``group``.
 
     Numbers that the optimizer keeps for the other one, such as its steps, are zero for them. The change raises
     ``InvalidArgumentError`` for other values.

@@ -97,7 +97,7 @@ class JoinedReads:
         self._rank, self._on_moved, self._hashed = rank, on_moved, hashed
 
     def plan_alone(self, copies: CopiesByTensor, *, has_peers: bool) -> PlannedReads:
-        """Plan the reads of some copies without knowing what other ranks need, if there are any."""
+        """Plan the reads of some copies without knowledge of the needs of other ranks, if there are any."""
         files, exact, host_shared = _Files(), list[FileRange](), list[FileRange]()
         for tensor, group in copies.items():
             spans = self._join_spans(copy.view for copy in group)

@@ -136,7 +136,7 @@ class LazyTensor(torch.Tensor):
                 result = _follow(func, args[0], args[1:], kwargs)
             if result is not None:
                 return result
-            if is_view(func):  # that no strides describe, such as conj(): what changes it must change the tensor
+            if is_view(func):  # that no strides describe, such as conj(): a change of it must change the tensor
                 args[0].content.make_real(str(func))
         # A view has the mode of its base, and lazy tensors are never made in inference mode.
         with torch.inference_mode(mode=False) if is_view(func) else nullcontext():

@@ -103,7 +103,7 @@ class ModelWeights:
         return self
 
     def _must_exchange(self, session: Session) -> bool:
-        """Return whether ranks must send each other what several need: whether they share no page cache with it."""
+        """Return whether ranks must send each other bytes that several need: whether no page cache shares them."""
         phase = "counting hosts"
         _, raw = session.vote(phase, host_id, str.encode, lambda posted: str(len(set(posted))).encode())
         return store_of(self._path).is_remote or int(raw) > 1
@@ -224,7 +224,7 @@ class ModelWeights:
             loader.flush()
             if loader.contents:  # the search takes a tenth of a second
                 _check_modules()
-            loader.end_reads()  # what a thread reads from now on would not be verified
+            loader.end_reads()  # later reads of a thread would not be verified
             with detect_replacement(reader):
                 return encode_fragments(_verify_local(verifier, reader, loader.fragments))
 
@@ -278,7 +278,7 @@ def open_weights(
     timeout: float = 600.0,
     on_event: OnEvent | None = None,
 ) -> ModelWeights:
-    """Open the weights of a model for an engine's own loader, on all ranks. Each rank reads just what it needs.
+    """Open the weights of a model for an engine's own loader, on all ranks. Each rank reads only its own part.
 
     ```python
     with rankless.open_weights("s3://models/llama") as weights:

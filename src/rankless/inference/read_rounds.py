@@ -80,7 +80,7 @@ class ReadRounds:
 
 
 def _divide(sizes: Iterable[int]) -> deque[int]:
-    """Return the number of the tensor before which each round ends; of the last one, the number of all tensors."""
+    """Return, for each round, the number of the first tensor after it; for the last one, the number of all tensors."""
     ends: deque[int] = deque()
     nbytes = count = 0
     for count, size in enumerate(sizes, start=1):

@@ -68,7 +68,7 @@ class StridedView(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A range of indices in each dimension of a view, and the byte of the stored tensor at which the first one is."""
+    """A range of indices in each dimension of a view, and the byte of the stored tensor where the first one is."""
 
     offset: int
     indices: tuple[ElementRange, ...]

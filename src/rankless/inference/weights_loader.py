@@ -46,7 +46,7 @@ from rankless.storage.store import store_of
 #: Copies of as many bytes are read next to the caller while it goes on.
 _BATCH_BYTES = 256 * 2**20
 
-#: What was read for some copies.
+#: The fragments that were read for some copies.
 _Result = tuple[PlannedReads, Fragments]
 
 
@@ -87,7 +87,7 @@ class WeightsLoader(ClosingMixin):
         #: The batches that the thread executes, each with the memory that it fills.
         self._running: list[tuple[Future[_Result], FilledMemory]] = []
         self._is_closed = False
-        #: What lazy tensors that still exist are views of.
+        #: The contents that existing lazy tensors are views of.
         self.contents: WeakSet[StoredContent] = WeakSet()
         #: The numbers of the tensors that something was read of, and the CRCs of the read fragments.
         self.used: set[int] = set()
@@ -302,7 +302,7 @@ class WeightsLoader(ClosingMixin):
     def _run_now(self, copies: Sequence[ElementCopy]) -> None:
         result = self._run_detecting(self._run_alone, group_by_tensor(copies))
         with self._lock:
-            if self._is_closed:  # meanwhile, and what was read is not verified any more
+            if self._is_closed:  # meanwhile, and its reads are not verified any more
                 raise StateError(
                     "open_weights() ended while a thread was reading: let all threads end inside its block"
                 )

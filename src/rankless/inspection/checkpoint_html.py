@@ -1,4 +1,4 @@
-"""The page of an open checkpoint in a notebook: what ``rankless show`` says of it, in a few tables.
+"""The page of an open checkpoint in a notebook: the facts of ``rankless show``, in a few tables.
 
 :class:`rankless.Checkpoint` calls it when a notebook shows one.
 """

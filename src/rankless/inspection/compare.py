@@ -104,7 +104,7 @@ def compare_suspects(comparison: CheckpointComparison, done: Callable[[int], Non
 def _compare_all_values(
     left: InspectedCheckpoint, right: InspectedCheckpoint
 ) -> tuple[list[ValueDifference], list[TensorPair], list[str]]:
-    """Return the values that differ, the tensors inside values, and notes on what is not compared."""
+    """Return the values that differ, the tensors inside values, and notes on parts that are not compared."""
     left_values, right_values = left.read_values(), right.read_values()
     leaves = [(leaf, "state") for leaf in compare_values(_present_values(left_values), _present_values(right_values))]
     notes = [f"not compared: {note}" for target in (left, right) for note in describe_unread(target.reader)]

@@ -64,7 +64,7 @@ class CheckpointDiff:
         tensors: The tensors that differ, the one with the largest relative change first.
         values: The values that differ.
         compared: The number of tensors that were compared.
-        notes: What was not compared, and why.
+        notes: The parts that were not compared, and why.
     """
 
     left: Path

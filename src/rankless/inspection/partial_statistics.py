@@ -111,7 +111,7 @@ class PartialStatistics:
 
 
 class Scratch:
-    """Memory for what is computed from a part. New memory would cost more time than the computation."""
+    """Memory for the computation on a part. New memory would cost more time than the computation."""
 
     def __init__(self) -> None:
         #: Numbers that are counted. Elsewhere in the same memory are the elements of a part as float64.

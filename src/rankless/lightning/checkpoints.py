@@ -93,7 +93,7 @@ class LightningCheckpoints:
         step: int | None,
         metrics: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save under a path, replacing what is there. Waits for the previous save.
+        """Save under a path. Replace the checkpoint there. Waits for the previous save.
 
         Its error is raised after this save has begun: Lightning's last save is not lost because an earlier one failed.
 

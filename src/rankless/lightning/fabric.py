@@ -74,7 +74,7 @@ class _FabricStrategy(Strategy):
         storage_options: Any = None,
         filter: Filter | None = None,  # noqa: A002
     ) -> None:
-        """Save under a path atomically, replacing what is there."""
+        """Save under a path atomically. Replace the checkpoint there."""
         if storage_options is not None:
             raise InvalidArgumentError("rankless's strategies take no storage_options")
         path = self._checkpoints.locate(self.broadcast(path))

@@ -1,8 +1,8 @@
 """Loading: straight from the checkpoint into the tensors, or from the dict that hooks have changed.
 
 A ``Trainer`` strategy (:mod:`rankless.lightning.trainer`) calls it on every rank, in the thread of the caller. All
-ranks must load in the same way, so they vote on whether hooks got something, "looking at what hooks have changed". What
-hooks have left is loaded through readers of :mod:`rankless.lightning.hooked_state`.
+ranks must load in the same way, so they vote on whether hooks got something, "looking at what hooks have changed".
+States that hooks have left are loaded through readers of :mod:`rankless.lightning.hooked_state`.
 """
 
 from __future__ import annotations

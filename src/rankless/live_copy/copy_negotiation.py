@@ -185,7 +185,7 @@ def _require_equal(subject: str, components: Mapping[int, list[str]]) -> None:
 def exchange_source(
     given: TrainingObjects | None, sources: Sequence[int], session: Session, global_ranks: Sequence[int]
 ) -> SourceState:
-    """Capture the state on the source ranks, and tell all ranks what there is. No tensor is moved.
+    """Capture the state on the source ranks, and tell all ranks its contents. No tensor is moved.
 
     All ranks call it. It holds the votes "looking at the state of the sources" and "exchanging the specs of the
     sources".

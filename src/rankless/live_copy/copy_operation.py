@@ -101,7 +101,7 @@ class CopyOperation:
         receiver.add_dropped(select_unequal(comparable, source, self._session), incomparable)
 
     def _plan_copy(self, source: SourceState, receiver: Receiver, requested: GlobalSpec) -> CopyPlan:
-        """Run the last checks before the caller's objects are changed, and plan which rank sends what."""
+        """Run the last checks before the caller's objects are changed, and plan the sends of each rank."""
         joins = self._request.sources is not None
         plan = CopyPlan(())
         tolerated: list[str] = []

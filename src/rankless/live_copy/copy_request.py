@@ -1,7 +1,7 @@
 """The arguments of a copy on one rank, and their checks.
 
 :func:`rankless.copy_state` makes one on each rank; the vote "looking at what to copy" checks and compares it. An
-argument on which the votes depend must be in one of the descriptions.
+argument that the votes depend on must be in one of the descriptions.
 """
 
 from __future__ import annotations

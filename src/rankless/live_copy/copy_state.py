@@ -1,6 +1,6 @@
 """``copy_state``: the training state of running ranks, copied to other running ranks without a file.
 
-A training calls it on every rank. Steps wait, and saves have copied what they need, before anything is changed.
+A training calls it on every rank. Steps wait, and saves have copied their state, before anything is changed.
 """
 
 from __future__ import annotations

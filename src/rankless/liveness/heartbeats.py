@@ -42,7 +42,7 @@ class SilenceMeter:
     """The seconds that something has not changed while this process looked at it.
 
     Time between two looks counts at most ``longest_gap``: if this process was stopped itself, perhaps with all others,
-    it has not seen what happened meanwhile.
+    it has seen nothing meanwhile.
     """
 
     longest_gap: float
@@ -51,7 +51,7 @@ class SilenceMeter:
     _looked_at: float = field(default=0.0, repr=False)
 
     def observe(self, value: bytes, now: float) -> float:
-        """Take what is seen now. Return the seconds since it changed."""
+        """Take the value that is seen now. Return the seconds since it changed."""
         gap = min(now - self._looked_at, self.longest_gap)
         self.seconds = 0.0 if value != self._value else self.seconds + gap
         self._value, self._looked_at = value, now

@@ -145,7 +145,7 @@ class Watcher:
         return loss
 
     def _take_turn(self) -> RankLoss | None:
-        """Post a heartbeat, and look at what others have posted."""
+        """Post a heartbeat, and look at the posts of others."""
         is_begun = self._has_joined and self._board.has_met_all()
         self._next_look = time.monotonic() + (self._times.interval if is_begun else _BEGIN_INTERVAL)
         if not self._has_joined:

@@ -1,7 +1,7 @@
 """Joins stored tensors that are one tensor in the model: fused experts, parameters split by ``state_dict`` hooks.
 
 :mod:`rankless.load.load_operation` wraps its reader so on each rank, in the vote "reading the metadata". Ranks may join
-other tensors, if their models differ. What is joined must cover each element once; the stored tensors keep their
+other tensors, if their models differ. The joined parts must cover each element once; the stored tensors keep their
 numbers.
 """
 

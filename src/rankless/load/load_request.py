@@ -23,7 +23,7 @@ from rankless.state.training import TrainingObjects
 #: How ranks read bytes that several of them need.
 SHARE_READS = ("auto", "always", "never")
 
-#: What to do if the newest checkpoint is corrupt and no tag was given.
+#: The reaction if the newest checkpoint is corrupt and no tag was given.
 ON_CORRUPTION = ("fall_back", "raise")
 
 

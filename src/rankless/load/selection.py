@@ -2,7 +2,7 @@
 
 Rank 0 selects in its decision in the vote "finding the checkpoint to load" (:mod:`rankless.load.load_operation`);
 :mod:`rankless.load.fallback` notes failures on all ranks. A checkpoint that cannot be read for a moment must not be
-skipped: what is skipped as corrupt is hidden by the next save.
+skipped: the next save hides a checkpoint that is skipped as corrupt.
 """
 
 from __future__ import annotations

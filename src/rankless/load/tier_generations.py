@@ -34,7 +34,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True)
 class TierHosts:
-    """The hosts of a job, and what their local tiers have together.
+    """The hosts of a job, and the common contents of their local tiers.
 
     Attributes:
         host_of: The number of each rank's host.
@@ -64,7 +64,7 @@ class _Gathered(msgspec.Struct, frozen=True, array_like=True):
 
 
 def gather_hosts(tier: TierJob, session: Session) -> TierHosts:
-    """Let all ranks tell which generations their hosts have, and put what only they have into the run directory.
+    """Let all ranks tell which generations their hosts have, and put parts that only they have into the run directory.
 
     Every rank of a job that goes on calls it, after it has taken over the folders.
     """
@@ -176,7 +176,7 @@ def take_over(tier: TierJob, ranks: RankGroup, timeout: float) -> TierHosts:
 def _find_lacking(
     tier: TierJob, offers: Sequence[HostOffer], local: Sequence[LocalCheckpoint], history: Entry
 ) -> tuple[GenerationKey | None, list[int]]:
-    """Return the newest generation that only hosts and the run directory have together, and what this one lacks."""
+    """Return the newest generation that only hosts and the run directory have together, and the parts that it lacks."""
     collected = CollectedParts.of(tier.run)
     shared = list_offers(collected.folder) if collected.exist else []
     together = find_complete([*offers, HostOffer("", "", shared)], history)

@@ -56,7 +56,7 @@ def find_read_crcs(plan: Reads) -> ReadCrcs:
 
 
 def encode_read_crcs(crcs: ReadCrcs) -> bytes:
-    """Encode what a rank has read for rank 0."""
+    """Encode the CRCs of a rank's reads for rank 0."""
     by_number: dict[int, list[tuple[int, int, int]]] = {}
     for number, *piece in crcs.pieces:
         by_number.setdefault(number, []).append((piece[0], piece[1], piece[2]))

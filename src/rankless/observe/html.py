@@ -1,7 +1,7 @@
 """Tables of HTML, as notebooks show them.
 
-All text is escaped twice: control characters as for a terminal, then what HTML reserves. There are no scripts and no
-colours of their own, so that the tables look as all others of a notebook do, light or dark.
+All text is escaped twice: control characters as for a terminal, then the characters that HTML reserves. There are no
+scripts and no colours of their own, so that the tables look as all others of a notebook do, light or dark.
 
 The pages of checkpoints, runs and differences in notebooks are built with it, in one process. Text must be escaped
 here, and nowhere else.

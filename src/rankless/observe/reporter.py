@@ -174,7 +174,7 @@ class EventReporter:
 
 
 def notify_listener(on_event: OnEvent, event: Event, path: Path) -> None:
-    """Call a listener. Log what it raises.
+    """Call a listener. Log the errors that it raises.
 
     Any thread calls it.
     """

@@ -23,8 +23,8 @@ import msgspec
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: What a phase does. A ``call`` is a whole save or load; a ``step`` is one that all ranks take together; in a ``vote``
-#: a rank posts its outcome, and waits until rank 0 has decided.
+#: The kind of work of a phase. A ``call`` is a whole save or load; a ``step`` is one that all ranks take together; in a
+#: ``vote`` a rank posts its outcome, and waits until rank 0 has decided.
 Category = Literal[
     "call",
     "step",
@@ -60,7 +60,7 @@ class Span(NamedTuple):
 
 
 class Recording:
-    """The spans of one trace, at most ``limit``: the oldest are dropped, because what surrounds others ends last.
+    """The spans of one trace, at most ``limit``: the oldest are dropped, because outer spans end last.
 
     It ends when its block has ended, and all work in other threads that began in the block: then ``on_end`` is called,
     in the thread that was last.

@@ -33,7 +33,7 @@ _MAX_NUMBER = 1e300
 #: The pairs of readings of the two clocks.
 _PAIRS = 5
 
-#: What a file says about its writer.
+#: The facts that a file has about its writer.
 _WRITER = "rankless"
 
 

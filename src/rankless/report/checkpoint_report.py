@@ -1,4 +1,4 @@
-"""The data of the report of one checkpoint, and what all reports of checkpoints have in common.
+"""The data of the report of one checkpoint, and the data that all reports of checkpoints have in common.
 
 ``rankless report`` calls it, and so do :mod:`rankless.report.run_report` and :mod:`rankless.report.weights_report`, in
 one process. The scripts of the page read the keys.
@@ -81,7 +81,7 @@ def describe_page(
 
 
 def describe_tensors(inspected: InspectedCheckpoint, before: CheckpointInfo | None, history: History) -> dict[str, Any]:
-    """Return the table of tensors: what they share with the checkpoint before, and the statistics, if there are any."""
+    """Return the table of tensors: their sharing with the checkpoint before, and the statistics, if there are any."""
     tensors = list_tensors(inspected)
     sharing = "" if before is None else _compare_with(tensors, inspected, before)
     return {

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as columns: names, dtypes, shapes, kinds, and what has changed since the one before.
+"""The tensors of a checkpoint as columns: names, dtypes, shapes, kinds, and the changes since the one before.
 
 Both kinds of reports call it. The scripts of the page read the columns.
 """
@@ -19,7 +19,7 @@ from rankless.report.compaction import front_code
 from rankless.storage.links_and_clones import FileIdentity, identify_file
 from rankless.storage.store import store_of
 
-#: What is known about a tensor in comparison with the checkpoint before, as one letter each.
+#: The result of the comparison of a tensor with the checkpoint before, as one letter each.
 UNKNOWN, CHANGED, UNCHANGED, SHARED = "?", "c", "u", "s"
 
 

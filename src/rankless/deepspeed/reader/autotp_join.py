@@ -1,4 +1,4 @@
-"""Joining what tensor-parallel ranks have of a model and its optimizer, as AutoTP describes it.
+"""Joining the tensor-parallel ranks' parts of a model and its optimizer, as AutoTP describes it.
 
 :mod:`rankless.deepspeed.reader.tag_contents` joins with it on each rank that opens a checkpoint of AutoTP. Copies of a
 tensor on several ranks must be equal: :class:`RankJoiner` collects them for the check.

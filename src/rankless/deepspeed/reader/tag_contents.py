@@ -144,7 +144,7 @@ class _FolderReader:
             )
 
     def _join_ranks(self, stages: list[StageFiles]) -> dict[str, Any]:
-        """Join what tensor-parallel ranks have. Return the model's state dict."""
+        """Join the parts of tensor-parallel ranks. Return the model's state dict."""
         files, folder = [stage.first for stage in stages], self._files.folder
         if not any(file.module for file in files):
             raise CorruptCheckpointError(

@@ -32,7 +32,7 @@ class UniversalTarget:
     output_name = ""
 
     def __init__(self, source: ConversionSource, pending: Path) -> None:
-        """Plan the files. Raises ``InvalidArgumentError`` naming what DeepSpeed has no place for."""
+        """Plan the files. Raises ``InvalidArgumentError`` naming a value that DeepSpeed has no place for."""
         self._source, self._pending = source, pending
         self._fakes = FakeTensors(source.tensor_infos)
         tensors, values = self._fakes.build_tree(source, lambda groups, values: (groups, values))

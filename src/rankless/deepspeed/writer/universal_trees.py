@@ -54,7 +54,7 @@ class UniversalTrees:
         return files
 
     def warnings(self) -> Iterator[str]:
-        """Yield what DeepSpeed will not restore from these files."""
+        """Yield the values that DeepSpeed will not restore from these files."""
         module = self._module()
         if module:
             yield (

@@ -19,7 +19,7 @@ from rankless.megatron.reader.flat_buffers import FlatBuffer
 from rankless.megatron.reader.rank_parts import RankPart
 from rankless.ondisk.read_budget import ReadBudget
 
-#: Elements between the positions at which parameters begin.
+#: Parameters begin at positions that are multiples of so many elements.
 ALIGNMENT = 64
 
 #: Units of work for a comparison of samples.

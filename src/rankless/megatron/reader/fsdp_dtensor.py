@@ -46,7 +46,7 @@ _UNKNOWN = "which is not what megatron-core 0.15 to 0.19 write"
 
 
 def read_fsdp_dtensor(path: Path, *, with_optimizer: bool) -> SavedState:
-    """Return the state in the folder of an iteration. Raises ``FormatError`` for what cannot be read."""
+    """Return the state in the folder of an iteration. Raises ``FormatError`` for contents that cannot be read."""
     saved = dcp_directory.read_tree(path, MEGATRON_NAMES)
     root = dict(saved.root)
     model, optimizer = root.pop("model", None), root.pop(_OPTIMIZER, None)

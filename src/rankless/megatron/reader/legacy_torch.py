@@ -43,7 +43,7 @@ _RNG, _MODEL, _OPTIMIZER = "rng_state", "model", "optimizer"
 
 @dataclass(frozen=True)
 class _RankFile:
-    """The file of a rank: its numbers, and what it holds."""
+    """The file of a rank: its numbers, and its contents."""
 
     stage: int
     rank: int
@@ -52,7 +52,7 @@ class _RankFile:
 
 
 def read_rank_folders(path: Path, *, with_optimizer: bool) -> SavedState:
-    """Return the state in the folder of an iteration. Raises ``FormatError`` for what cannot be read."""
+    """Return the state in the folder of an iteration. Raises ``FormatError`` for contents that cannot be read."""
     budget, digests = ReadBudget(), list[int]()
     files: list[Path] = []
     ranks: list[_RankFile] = []

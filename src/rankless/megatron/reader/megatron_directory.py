@@ -160,7 +160,7 @@ def resolve_iteration(path: Path) -> Path:
 
 
 def _read_latest(path: Path) -> tuple[Path, str]:
-    """Return the file that names a run's newest iteration, and what it says."""
+    """Return the file that names a run's newest iteration, and its text."""
     store = store_of(path)
     if store.file_exists(path / LATEST):
         store.check_regular(path / LATEST, within=(path,))

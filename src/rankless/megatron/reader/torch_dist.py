@@ -53,12 +53,12 @@ _BUCKET = re.compile(
 )
 _SHARD = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 
-#: The ends of the keys of objects that are not read: state of Transformer Engine, and what the buckets tell themselves.
+#: The ends of the keys of objects that are not read: state of Transformer Engine, and facts that the buckets repeat.
 _IGNORED = ("_extra_state", ".per_bucket_numel", ".per_bucket_numel_unpadded")
 
 
 def read_torch_dist(path: Path, *, with_optimizer: bool) -> SavedState:
-    """Return the state in the folder of an iteration. Raises ``FormatError`` for what cannot be read."""
+    """Return the state in the folder of an iteration. Raises ``FormatError`` for contents that cannot be read."""
     saved = dcp_directory.read_tree(path, MEGATRON_NAMES)
     objects = {key: value for key, value in saved.entries.items() if not isinstance(value, ChunkedTensor)}
     shards = {name: make_plain(value, saved.budget) for name, value in _read_objects(objects)}

@@ -1,4 +1,4 @@
-"""The values of a checkpoint of Megatron: what all ranks share, and the objects of single ranks.
+"""The values of a checkpoint of Megatron: values that all ranks share, and the objects of single ranks.
 
 :class:`~rankless.megatron.writer.megatron_target.MegatronTarget` calls it on every rank when it is made. The keys are
 Megatron's.
@@ -22,7 +22,7 @@ from rankless.state.tensor_views import DTYPES
 #: The form of the optimizer's states: each like its parameter, for any layout of ranks.
 _FORM = "fully_reshardable"
 
-#: What the keys of the tensors depend on. Megatron reads it before it asks for tensors.
+#: The settings that the keys of the tensors depend on. Megatron reads it before it asks for tensors.
 _CONTENT = {
     "distrib_optim_sharding_type": _FORM,
     "distrib_optim_fully_reshardable_mem_efficient": False,

@@ -21,7 +21,8 @@ from rankless.megatron.reader.transformers_layout import EMBEDDING, EXPERT, OUTP
 from rankless.megatron.writer.parts import LayerTensor, Part, join_parts
 from rankless.ondisk.data_files import TensorInfo
 
-#: The names of transformers 5 in memory, where the experts of a layer are one tensor, and what they stand for.
+#: The names of transformers 5 in memory, where the experts of a layer are one tensor, and the names that they stand
+#: for.
 _ROUTERS = {"mlp.gate.weight": "block_sparse_moe.gate.weight"}
 _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 _HEADS = {"lm_head.weight": "embed_out.weight", "embed_out.weight": "lm_head.weight"}

@@ -35,7 +35,7 @@ from rankless.storage.posix import make_directory, sync_tree, write_small
 #: The group of the checkpoint's tensors, which no source has.
 _STORED = "stored"
 
-#: What says that the folder is one of ``torch_dist``.
+#: The file that marks the folder as one of ``torch_dist``.
 _DESCRIPTION = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,

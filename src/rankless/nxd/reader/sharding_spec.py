@@ -203,7 +203,7 @@ def fill_template(pattern: str, texts: Sequence[str]) -> str:
 
 
 def parse_spec(text: str, origin: str) -> ShardingSpec:
-    """Parse a spec from JSON. Raises ``InvalidArgumentError`` naming its origin and what is wrong."""
+    """Parse a spec from JSON. Raises ``InvalidArgumentError`` naming its origin and the mistake."""
     try:
         return msgspec.json.decode(text, type=ShardingSpec)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
