@@ -55,7 +55,7 @@ from rankless.storage.location import parse_location
 from rankless.storage.store import store_of
 from rankless.tier.tier_options import LocalTier, as_local_tier
 
-#: The bytes by which prepared memory exceeds an estimate, in addition to an eighth: ranks write parts of unequal sizes.
+#: Prepared memory exceeds an estimate by so many bytes, in addition to an eighth: ranks write parts of unequal sizes.
 _STAGING_MARGIN = 8 * 2**20
 
 _log = logging.getLogger("rankless")
@@ -88,9 +88,9 @@ class RunDirectory:
         timeout: The number of seconds that ranks wait for each other before all of them fail.
         local: The local tier: a folder of each host, such as ``"/dev/shm/job"``, or a :class:`rankless.LocalTier`.
         replica_groups: The name of the job, if several process groups hold the same training state, such as torchft's
-            replica groups, and any of them may save: what they save is the work of one job, and the highest ``step`` is
-            the latest. All groups pass the same name, and a later job another one, such as the id that its scheduler
-            has given to it. Not with ``local``.
+            replica groups, and any of them may save: their checkpoints are the work of one job, and the highest
+            ``step`` is the latest. All groups pass the same name, and a later job another one, such as the id that its
+            scheduler has given to it. Not with ``local``.
         options: The default of ``options`` in :meth:`save`. Its ``on_event`` is called with the events of loads, too.
         more: Fields of :class:`rankless.SaveOptions`, which documents them; they have precedence over ``options``.
 
@@ -115,7 +115,7 @@ class RunDirectory:
         self._local = as_local_tier(local)
         groups = "" if replica_groups is None else _check_groups(replica_groups, local)
         self._tier = self._find_tier(self._local)
-        #: What this job has loaded and saved, here and elsewhere. Objects of one job may share it.
+        #: The loads and saves of this job, here and elsewhere. Objects of one job may share it.
         self.memory = JobMemory()
         if groups:
             self.history.groups = groups
@@ -123,13 +123,13 @@ class RunDirectory:
         self.options = with_keywords(SaveOptions(), options, more, RunDirectory)
         self.options.check()
         self._keep, self._async_save = as_policy(keep), check_flag("async_save", async_save)
-        #: What each save keeps besides: a checkpoint with states that only it has.
+        #: The checkpoints that each save keeps besides: one with states that only it has.
         self.kept_besides: Retention | None = None
-        #: What is kept after the newest save, which may be drained later.
+        #: The policy after the newest save, which may be drained later.
         self._newest_keep = self._keep
         self._process_group, self._timeout = check_process_group(process_group), check_timeout(timeout)
         self._plans = SavePlanCache()
-        #: Whether the newest save asked for statistics: what drains it later lets them be computed.
+        #: Whether the newest save asked for statistics: a later drain of it lets them be computed.
         self._measures_newest = False
         self._ranks: RankGroup | None = None
 
@@ -423,7 +423,7 @@ class RunDirectory:
             from rankless.load.fallback import load_with_fallback  # noqa: PLC0415 - as above
 
         if claims:
-            background_saves.finalize(self.path)  # what this job saves now is the latest when they have ended
+            background_saves.finalize(self.path)  # this job's newest checkpoint is the latest when they have ended
         title = f"loading {request.tag or self.path.name}"
         with self._with_progress_bar(title, request.on_event) as listener:
             tier = None if self._tier is None else self._open_tier(self._tier, resumes=resumes)
@@ -436,7 +436,7 @@ class RunDirectory:
         return restored
 
     def _note_loaded(self, restored: RestoreResult, *, resumes: bool, claims: bool) -> None:
-        """Remember what was loaded: the next save into its directory continues it, and may share files with it.
+        """Remember the loaded checkpoint: the next save into its directory continues it, and may share files with it.
 
         ``claims``: claim an incarnation now, if it is a checkpoint of this directory. After a load by the path of a
         checkpoint the training may go on in any directory, so the first save claims.
@@ -557,8 +557,8 @@ class RunDirectory:
     def prepare_staging(self, estimate_bytes: Callable[[int], int]) -> None:
         """Prepare memory for the first save, if saves are asynchronous and do not use the memory of a tier.
 
-        ``estimate_bytes`` returns the bytes that this rank will stage, from the number of ranks. Whatever it raises is
-        logged only: the first save finds out what is wrong.
+        ``estimate_bytes`` returns the bytes that this rank will stage, from the number of ranks. Its errors are logged
+        only: the first save raises them again.
 
         :class:`rankless.Checkpointer` calls it on each rank, in its first step.
         """
@@ -619,7 +619,7 @@ def _lenient_components(strict: object) -> frozenset[str]:
 
 
 def _reader_edit(edit: Any) -> Callable[[Reader], Reader]:
-    """Return how a load changes what it reads. Raises ``InvalidArgumentError`` if the recipe is invalid."""
+    """Return how a load changes the values that it reads. Raises ``InvalidArgumentError`` if the recipe is invalid."""
     from rankless.edits.apply_edits import ReaderEdit  # noqa: PLC0415 - few loads need its modules
     from rankless.edits.recipe import parse_recipe  # noqa: PLC0415 - as above
 

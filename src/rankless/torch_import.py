@@ -29,7 +29,7 @@ def import_torch(purpose: str) -> Any:
 
 @contextmanager
 def explain_imports(purpose: str) -> Iterator[None]:
-    """Say what to install if an import in the ``with`` block fails because torch is missing or too old.
+    """Name the package to install if an import in the ``with`` block fails because torch is missing or too old.
 
     Raises ``TorchMissingError``, which names the ``purpose``, or ``TorchVersionError``.
     """

@@ -1,6 +1,6 @@
-"""``trace``: records what saves and loads do, phase by phase, as a file for Perfetto.
+"""``trace``: records saves and loads, phase by phase, as a file for Perfetto.
 
-Each rank calls it for itself: no vote is held. What is recorded must not change what a save or load does.
+Each rank calls it for itself: no vote is held. A record must not change the behaviour of a save or load.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger("rankless")
 
 
 def trace(output: str | PathLike[str], *, max_spans: int = 100_000) -> Trace:
-    """Record what rankless does inside a ``with`` block, and write it as a trace that Perfetto opens.
+    """Record the work of rankless inside a ``with`` block, and write it as a trace that Perfetto opens.
 
     Every phase of a save or a load is a span: when it began and ended, on which rank and in which thread. Each rank
     writes a file of its own, and needs no other rank for that; :func:`merge_traces` makes one trace of them. Saves that
@@ -105,7 +105,7 @@ class Trace:
         self._ranks = max(self._ranks, _find_ranks(), key=lambda ranks: ranks[1])
         self._recording.leave_block()
         if kind is None and self._written.done():
-            self._written.result()  # raises what writing has raised
+            self._written.result()  # raises the error of the write
 
     def _write(self, recording: Recording) -> None:
         """Write the file, in the thread that was last. An error is raised by the block, or by :meth:`wait`."""

@@ -133,7 +133,7 @@ class ObjectComponentOutput:
                 store.remove_file(self._path / name)
 
     def _finish(self, upload: SharedUpload) -> None:
-        """Write the small files, those that name others last, and remove what readers would also take for this one.
+        """Write the small files, those that name others last, and remove files that readers would take for this one.
 
         When the indexes are there, check that no file was replaced: of two jobs that have written a mixture, at least
         the one that has written the last index finds it, and removes that index.

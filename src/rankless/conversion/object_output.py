@@ -181,7 +181,7 @@ class ObjectConversionOutput:
             self._local.discard()
 
     def _remove_own(self, path: ObjectPath) -> None:
-        """Remove an object if it is known to be written by this conversion. What cannot be asked or removed is left."""
+        """Remove an object if it is known to be written by this conversion. Others are left."""
         with suppress(RanklessError):
             etag = self._written.get(path) or (
                 path.store.find_version(path) if path in self._written else path.store.find_noted(path, self._notes)

@@ -67,7 +67,7 @@ class WeightsLoader(ClosingMixin):
         exchange: bool,
         verify: bool,
     ) -> None:
-        """Make the loader of the model of a checkpoint. With ``exchange``, ranks send what several of them need."""
+        """Make the loader of the model of a checkpoint. With ``exchange``, ranks send shared bytes."""
         self._reader = reader
         self._stored = StoredTensors(reader)
         self.names = self._stored.names

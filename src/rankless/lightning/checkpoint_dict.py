@@ -58,7 +58,7 @@ class ResumedCheckpoint:
         return sum(number == 0 or group["number"] == 0 for number, group in enumerate(groups))
 
     def to_dict(self, module: nn.Module | None, *, read: bool) -> dict[str, Any]:
-        """Return the checkpoint as a dict. With ``read``, hooks get it, and what they leave in it is loaded.
+        """Return the checkpoint as a dict. With ``read``, hooks get it, and the values left in it are loaded.
 
         The model's state has the order of ``module``.
 

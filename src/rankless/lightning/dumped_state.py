@@ -36,7 +36,7 @@ class DumpedComponents:
 
 
 class DumpedState:
-    """Remembers what was put into the dict, to detect whether a hook has replaced the model or the optimizers."""
+    """Remembers the dict's state, to detect whether a hook has replaced the model or the optimizers."""
 
     def __init__(self) -> None:
         self._recorded_model: Any = None

@@ -92,7 +92,7 @@ class CopyOperation:
         return receiver, directory.build_global_spec(encoded_specs, global_ranks, is_partial=True)
 
     def _compare_merged(self, source: SourceState, receiver: Receiver, requested: GlobalSpec) -> None:
-        """Report to the receiver of this rank what it would drop of the source. All ranks know what is one tensor."""
+        """Report to the receiver of this rank the source's parts that it drops. All ranks know the joined tensors."""
         pairs = list_merged(names_known_to_any(requested))
         if not pairs:
             return

@@ -199,7 +199,7 @@ class LoadOperation:
         self._request.on_event(event)
 
     def _prepare_reads(self, folder: Path) -> tuple[Reader, LoadTargets, Reads]:
-        """Do all that precedes the reads. What other hosts have of a local checkpoint is on this one afterwards."""
+        """Do all that precedes the reads. Afterwards this host has the other hosts' parts of a local checkpoint."""
         tier, generation = self._tier, self.selected.generation
         while True:
             if tier is not None and generation is not None:

@@ -235,7 +235,7 @@ class CheckpointSelector:
             raise self._filling_error or error
 
     def _may_read_again(self, selected: SelectedCheckpoint, error: RanklessError) -> bool:
-        """Return whether what is stored may be intact: bytes change on their way, and replicas of a store lag, too."""
+        """Return whether stored bytes may be intact: bytes change on their way, and replicas of a store lag, too."""
         is_distant = selected.generation is None and store_of(self._request.path).is_remote
         may_be_wrong = _is_missing(error) or isinstance(error, CorruptCheckpointError)
         is_unclear = isinstance(error, UnstableReadError) or (is_distant and may_be_wrong)

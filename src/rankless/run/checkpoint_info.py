@@ -52,7 +52,7 @@ class CheckpointInfo:
         problem: The reason why the checkpoint cannot be read.
         run: The id of the training run that saved the checkpoint.
         id: The id of the checkpoint.
-        saved_as: The tag under which it was saved. It differs from ``tag`` if the checkpoint was renamed or copied.
+        saved_as: The tag that it was saved with. It differs from ``tag`` if the checkpoint was renamed or copied.
         world_size: The number of ranks that saved it; 0 if that is unknown, as after a conversion.
         incarnation: The number of the job that saved it, among all jobs of the run directory; 0 if that is unknown.
         is_current: Whether the run goes on from it or from a later one. It is abandoned if the run went back to an
@@ -100,7 +100,7 @@ class CheckpointInfo:
 
     @classmethod
     def decode(cls, path: Path, raw: bytes) -> CheckpointInfo:
-        """Decode what :meth:`encode` has encoded on another rank."""
+        """Decode bytes that :meth:`encode` has returned on another rank."""
         return cls(path=path, **msgspec.msgpack.decode(raw))
 
     @property

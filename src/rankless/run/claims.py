@@ -1,4 +1,4 @@
-"""The claims of jobs in the history of a run directory, and what one job knows of it.
+"""The claims of jobs in the history of a run directory, and one job's knowledge of it.
 
 Each claim is a small file or object ``.history/N.json``, in the run directory or next to it (see
 :mod:`rankless.run.records_folder`), which no other job can create: an :class:`rankless.run.history.Entry`. It is
@@ -60,7 +60,7 @@ _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 #: The errors of a path that is no file of an entry's size, but a directory, a pipe, a socket or a loop of links.
 _NO_ENTRY = {errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.EFBIG, errno.ELOOP}
 
-#: The most seconds by which the clocks of two hosts may differ.
+#: The most seconds that the clocks of two hosts may differ by.
 _MOST_CLOCK_DIFFERENCE = 300.0
 
 #: The attempts to read an entry that is listed, and the seconds between.
@@ -117,7 +117,7 @@ class Numbering:
     """The highest sequence number that this process has given to a checkpoint in a local tier of a run directory.
 
     Processes that are forked from it share the number: they save as a part of its job, and no list of a directory in
-    memory shows what another one has saved if that was removed.
+    memory shows checkpoints that another one has saved and removed.
     """
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class JobHistory(msgspec.Struct):
         newest: The id and the tag of that checkpoint.
         numbering: The numbers of its process in local tiers, which no list shows.
         command: The command that claims without a job; else empty.
-        tier: The folder of the local tier with which it claims; else empty.
+        tier: The folder of the local tier that it claims with; else empty.
         groups: The name of the job, if its replica groups hold the same state and any of them may save; else empty.
         edits: The edits that have made its state: its checkpoints name them.
         began: When this process began to look at the run directory, in seconds since 1970.
@@ -217,8 +217,8 @@ def read_history(run: Path) -> Entry:
 
     An entry that is corrupt is passed over, with a warning. Raises ``StorageError`` if it cannot be read now.
 
-    Called on rank 0 in votes, and by commands. What cannot be read now must be an error: without the entry an abandoned
-    checkpoint would be the latest.
+    Called on rank 0 in votes, and by commands. An entry that cannot be read now must be an error: without the entry an
+    abandoned checkpoint would be the latest.
     """
     return read_newest(run)[0]
 
@@ -332,8 +332,8 @@ def read_entries(run: Path, wanted: Collection[int] = ()) -> ShownHistory:
     """Return the entries of the history of a run directory, to show them.
 
     Their number is bounded: the newest entry comes first, then the entries with the numbers ``wanted``, then all others
-    from the newest to the oldest. What cannot be read is counted, and raises nothing. A branch that a newer entry has
-    is left out of the older ones.
+    from the newest to the oldest. Entries that cannot be read are counted, and raise nothing. A branch that a newer
+    entry has is left out of the older ones.
     """
     folder = _folder_of(run)
     listed = _list_entries(folder)
@@ -399,7 +399,7 @@ def add_entry(run: Path, make: Callable[[Entry, int], E], seen: tuple[Entry, int
 
 
 def remove_drafts(run: Path, seconds: float) -> None:
-    """Remove what jobs that were killed while they claimed have left in a folder, if it is older than ``seconds``.
+    """Remove files older than ``seconds`` in a folder that were left by jobs which were killed while they claimed.
 
     A job that is only stopped there gets an error when it goes on.
     """
@@ -511,8 +511,9 @@ def claim(
 def _find_own_claim(run: Path, job: JobHistory, newest: Entry) -> tuple[Claim, str] | None:
     """Return the incarnation that other ranks of the job have claimed, and the token of their entry.
 
-    A sub-group has continued the same checkpoint. A replica group has continued what leads to that, or, if this one has
-    loaded nothing, has begun the run. A group that has named its checkpoint goes back to it, unless another group has.
+    A sub-group has continued the same checkpoint. A replica group has continued a checkpoint that leads to it, or, if
+    this one has loaded nothing, has begun the run. A group that has named its checkpoint goes back to it, unless
+    another group has.
     """
     base = job.base
     runs = sorted(newest.runs, key=lambda name: -newest.runs[name].incarnation) if job.groups else []
@@ -601,8 +602,8 @@ def _find_base(job: JobHistory, newest: Entry, found: Sequence[FoundCheckpoint])
 def check_not_superseded(run: Path, newest: Entry, job: JobHistory) -> None:
     """Raise ``SupersededError`` if another job has continued the run of a job.
 
-    If another object of this process has, and has not abandoned what this one goes on from, the job goes on with its
-    incarnation.
+    If another object of this process has, and has not abandoned the checkpoint that this one goes on from, the job goes
+    on with its incarnation.
 
     A save calls it on rank 0 in the vote on the preparation, and in its first vote if the tag is taken; an output in an
     object store calls it again around the publication.

@@ -76,7 +76,7 @@ def is_abandoned_tag(name: str, tag: str, incarnation: int) -> bool:
 
 
 def is_called(name: str, tag: str, saved_as: str, incarnation: int) -> bool:
-    """Return whether a checkpoint ``tag`` has, or had, a name: what was given to it by that name stays its own.
+    """Return whether a checkpoint ``tag`` has, or had, a name: things given to it by that name stay its own.
 
     It was saved as ``saved_as``, and may have got another tag since it is abandoned. A copy by the user has only its
     own name. For example, a checkpoint with the tag ``step_10@3`` was called ``step_10`` before.

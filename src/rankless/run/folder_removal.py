@@ -61,11 +61,11 @@ def remove_dead_directories(path: Path, run: str | None, tag: str | None) -> lis
 
 
 def clean_up_first_saves(path: Path, tag: str) -> list[Path]:
-    """Remove what dead saves of runs without a checkpoint have left. Return the removed paths.
+    """Remove leftovers of dead saves of runs without a checkpoint. Return the removed paths.
 
-    No process continues such a run; each of its saves may have been replaced since. Remove what belongs to ``tag``,
-    with which the job was restarted, and what has not changed for ten minutes. Of ``tag``, also remove what dead saves
-    of other runs have replaced.
+    No process continues such a run; each of its saves may have been replaced since. Remove leftovers of ``tag``, which
+    the restarted job saves, and leftovers that have not changed for ten minutes. Of ``tag``, also remove checkpoints
+    that dead saves of other runs have replaced.
     """
     left = [hidden for hidden in _list_hidden(path) if hidden.state in {"partial", "replaced", "removed"}]
     if not left:
@@ -133,7 +133,7 @@ def _remove_if_dead(path: Path, hidden: HiddenName, seconds: float = 0.0) -> boo
         if is_waiting or is_displaced or not lock.has_dead_owner(folder, seconds):
             return False
         removal_path = path / hidden.with_state("removed").name
-        if folder != removal_path:  # an owner that lives against all evidence cannot publish what is left of it
+        if folder != removal_path:  # an owner that lives against all evidence cannot publish the rest of it
             remove_tree(removal_path)
             rename_path(folder, removal_path)
         remove_tree(removal_path)

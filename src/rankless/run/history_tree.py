@@ -195,7 +195,7 @@ class _Growth:
         place = self._bases[number]
         if branch is None or (place is not None and branch.sequence <= place.sequence + 1):  # nothing was later
             return False
-        # The abandoned checkpoints may be removed. The entry before may be lost, so what is noted may be older.
+        # The abandoned checkpoints may be removed. The entry before may be lost, so the noted one may be older.
         has_noted = before is not None and branch.rolled_back_to not in {"", self._branches[before].rolled_back_to}
         base = self._at.get(place or Place(0, -1))
         return has_noted and (base is None or base.id == branch.rolled_back_to)

@@ -91,7 +91,7 @@ def open_latest(
     Each process calls it for itself.
     """
     for _ in range(_ATTEMPTS):
-        # What a tag names in an object store is a folder of a save, also if that is removed meanwhile.
+        # In an object store a tag names a folder of a save, also if that is removed meanwhile.
         chosen = path if tag is None else checkpoint_path(path, tag)
         is_folder = tag is not None and _has_name_of_save(chosen)
         resolved = chosen if is_folder else resolve_checkpoint_path(chosen)

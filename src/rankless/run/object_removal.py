@@ -35,7 +35,7 @@ _ATTEMPTS, _ATTEMPT_SECONDS = 20, 0.05
 
 
 def delete_replaced(run: ObjectPath, entry: TagEntry) -> None:
-    """Delete a checkpoint that another one has replaced. What somebody else has put into its folder stays."""
+    """Delete a checkpoint that another one has replaced. Objects that somebody else has put into its folder stay."""
     if not isinstance(entry.pointer, Pointer):
         remove_pointers(run, entry)
         return
@@ -125,7 +125,7 @@ def is_still_whole(folder: ObjectPath) -> bool:
 
 
 def find_damage(folder: ObjectPath, sizes: Mapping[str, int]) -> str | None:
-    """Return why a folder is not what was uploaded: it lacks one of these files, or another process deletes it.
+    """Return why a folder differs from the upload: it lacks one of these files, or another process deletes it.
 
     The list of a store may lag, or come from a proxy. So each file that it lacks is asked for, and so is the mark.
     """
@@ -172,7 +172,7 @@ def _delete_objects(folder: ObjectPath, names: AbstractSet[str]) -> None:
 
 
 def remove_abandoned(run: ObjectPath, *, with_whole: bool) -> list[Path]:
-    """Remove what saves have left, if nothing of it has changed for a day, by the store's clock.
+    """Remove leftovers of saves, if nothing of them has changed for a day, by the store's clock.
 
     No lock tells whether the save is alive. If it is, it finds its uploads aborted, and fails. ``with_whole``: see
     :func:`rankless.run.cleanup.clean_up`.

@@ -6,7 +6,7 @@ example, a checkpoint folder with the user's ``notes.txt`` is not replaced. Save
 Lightning and exports all ask here, so that none of them forgets it.
 
 Rank 0 asks in the first vote of a save, and again in the commit, after an exchange of names; clean-ups and retention
-ask before and after their renames. What cannot be proved must count as foreign.
+ask before and after their renames. A path without proof must count as foreign.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rankless.storage import directory_trees, posix
 from rankless.storage.store import store_of
 
 #: Whether a path is an output of one format, and the names of its files in it; ``None`` if it is none. ``tag`` is the
-#: name under which it must have been saved, or "" for any.
+#: name that it must have been saved with, or "" for any.
 _Proof = Callable[[Path, str], "frozenset[str] | None"]
 
 #: The most looks at a path that other jobs replace or remove meanwhile.
@@ -116,8 +116,8 @@ class SortedObjects(msgspec.Struct, frozen=True):
 class Replaceable(msgspec.Struct, frozen=True):
     """The outputs that may be at a path that is replaced or removed: outputs of some kinds, and nothing else.
 
-    ``kinds`` are keys of the table of proofs. ``tag``: the name of a checkpoint of rankless; "" for any. ``text`` says
-    in messages what is expected.
+    ``kinds`` are keys of the table of proofs. ``tag``: the name of a checkpoint of rankless; "" for any. ``text`` names
+    the expected output in messages.
     """
 
     kinds: tuple[str, ...]
@@ -213,14 +213,14 @@ def checkpoint_of(tag: str) -> Replaceable:
     return Replaceable(("checkpoint", "unfinished"), "a checkpoint of rankless", tag)
 
 
-#: What a save has written into a folder of its own in an object store, whether it has ended or not.
+#: The objects of a save in its own folder in an object store, whether it has ended or not.
 SAVED_FOLDER = checkpoint_of("")
 
 
-#: What :class:`rankless.dcp.FileSystemWriter` replaces.
+#: The outputs that :class:`rankless.dcp.FileSystemWriter` replaces.
 DCP_FOLDER = Replaceable(("dcp",), "a checkpoint of torch.distributed.checkpoint")
 
-#: What an export of weights in place of a folder replaces.
+#: The outputs that an export of weights in place of a folder replaces.
 EXPORT = Replaceable(("export",), "an export of weights by rankless")
 
 
@@ -229,5 +229,5 @@ def replaced_by_export(tag: str) -> Replaceable:
     return Replaceable(("export", "checkpoint", "unfinished"), "an export or a checkpoint of rankless", tag)
 
 
-#: What a save of one component into one file replaces.
+#: The outputs that a save of one component into one file replaces.
 COMPONENT_FILE = Replaceable(("file", "scheduler"), "a file of safetensors, of torch.save or of a scheduler")

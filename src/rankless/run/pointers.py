@@ -163,8 +163,8 @@ def find_tag(run: ObjectPath, tag: str) -> TagEntry | None:
     A pointer that stays listed, but is not found, was removed a moment ago if no checkpoint of the tag has a manifest:
     the list lags. Otherwise it cannot be read: a replica of the store lags.
 
-    A load and a save call it on rank 0, in votes, and clean-ups before they delete. What cannot be read now must never
-    be "no checkpoint".
+    A load and a save call it on rank 0, in votes, and clean-ups before they delete. A pointer that cannot be read now
+    must never be "no checkpoint".
     """
     found: list[ObjectInfo] = []
     for _ in range(_ATTEMPTS):

@@ -52,7 +52,7 @@ def keep_records_beside(run: Path) -> None:
     """Keep the records of a run next to it, unless it has some already. Call it on rank 0, before a save.
 
     They stay in the run directory, too, if nothing can be created next to it, or if it is where a file system is
-    mounted: what is next to it is elsewhere on another host, and removed with a container.
+    mounted: a folder next to it is elsewhere on another host, and removed with a container.
     """
     if store_of(run).is_remote:
         return

@@ -85,7 +85,7 @@ class LocalOutput:
         return "_local" in self.__dict__ and self._local.is_locked
 
     def create(self, nbytes: int = 0) -> None:
-        """See :class:`PendingOutput`. What dead processes have left on this host is removed first."""
+        """See :class:`PendingOutput`. Leftovers of dead processes on this host are removed first."""
         self._prepare_folder()
         self._local.create(nbytes)
 
@@ -138,7 +138,7 @@ class LocalOutput:
 
 
 def upload_order(name: str) -> int:
-    """Return a number by which files are sorted, so that those that name others are uploaded last.
+    """Return a number to sort files by, so that files that name others are uploaded last.
 
     For example, ``config.json`` comes after ``model.safetensors``.
     """
@@ -172,7 +172,7 @@ def pending_directory(final: Path) -> Iterator[Path]:
 
 @contextmanager
 def hold_output(final: Path) -> Iterator[None]:
-    """Hold a new path while another function, which would replace what is there, writes it.
+    """Hold a new path while another function writes it, which would replace an output there.
 
     Raises ``TagExistsError`` if another process holds it, and the errors of :func:`check_destination`. In an object
     store a path cannot be held.

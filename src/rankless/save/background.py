@@ -1,8 +1,8 @@
 """The background saves of this process, and the resources that they share.
 
 Background saves share three things: the staging memory, the guard that makes optimizer steps and loads wait for copies,
-and the handlers at process exit that wait for the saves. Each exists once in a process, whichever objects the caller
-saves through, so one object owns them all.
+and the handlers at process exit that wait for the saves. Each exists once in a process, through any objects that the
+caller saves with, so one object owns them all.
 
 A forked process has no background saves: the threads that save stay in its parent process.
 
@@ -133,7 +133,7 @@ class BackgroundSaves:
                 return
 
     def wait_for_turn(self, scope: Path, process_group: ProcessGroupArgument) -> None:
-        """Wait until a save may begin. Raise what :meth:`path_turn` would raise.
+        """Wait until a save may begin. Raise the errors that :meth:`path_turn` would raise.
 
         :meth:`rankless.Checkpointer.save` calls it first, in the thread of the caller.
         """
@@ -156,8 +156,8 @@ class BackgroundSaves:
     ) -> SaveHandle[Result]:
         """Save a content inside a :meth:`path_turn`. If ``asynchronous``, return when its tensors are staged.
 
-        The thread of the caller calls it. On an error nothing is left, on any rank, and what was staged is released
-        after the rollback.
+        The thread of the caller calls it. On an error nothing is left, on any rank, and staged memory is released after
+        the rollback.
         """
         save, arena = SaveOperation(content), Arena(self._memory)
         interrupt: BaseException | None = None

@@ -3,8 +3,8 @@
 In an object store, it is the one that this process has uploaded last.
 
 An output takes the base from :class:`KnownRun` when a save begins, and puts the new checkpoint there after its commit;
-:class:`~rankless.run_directory.RunDirectory` puts there what a load has read. Files are known on rank 0 only. A failed
-save forgets the base, so the next one writes everything.
+:class:`~rankless.run_directory.RunDirectory` puts there the checkpoint that a load has read. Files are known on rank 0
+only. A failed save forgets the base, so the next one writes everything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TensorVersions = Mapping[tuple[str, str], TensorVersion]
 
 
 class BaseFile(NamedTuple):
-    """A tensor file of the base: which file it is, and what the manifest says about it."""
+    """A tensor file of the base: its identity, and its record in the manifest."""
 
     identity: FileIdentity
     record: FileRecord

@@ -1,4 +1,4 @@
-"""The steps at which a ``Checkpointer`` saves: each multiple of a number, or whenever so much time has passed.
+"""The steps at which a ``Checkpointer`` saves: each multiple of a number, or a step after so much time.
 
 Rank 0's clock counts, and all ranks must save at the same step. They meet for a decision only at some steps, every few
 seconds: each decision says after how many further steps the next one is due. It is at half of the steps that the
@@ -32,14 +32,14 @@ _LOOK_SECONDS = 5.0
 #: The seconds before the first save if the interval is computed: then its cost is known.
 _FIRST_SECONDS = 120.0
 
-#: What is assumed of a job before it was interrupted: once a day.
+#: The assumed rate of interruptions of a job that was not interrupted yet: once a day.
 _ASSUMED_SECONDS_PER_FAILURE = 86400.0
 
 #: The most of the time of a training that saves may take, if the interval is computed.
 _MAX_OVERHEAD = 0.05
 
-#: The longest interval that is computed, unless saves would take more than that part of the time: what the journal says
-#: may be wrong, such as a clock.
+#: The longest interval that is computed, unless saves would take more than that part of the time: the journal may be
+#: wrong, for example because of a clock.
 _MOST_SECONDS = 4 * 3600.0
 
 #: The most seconds between two entries of a journal that count as training.
@@ -142,7 +142,7 @@ class CostOfSaves:
     def _seconds_per_failure(self) -> float:
         if self._before is None:
             self._before = (0.0, 0)
-            with suppress(RanklessError):  # the journal is for information: what is assumed does well
+            with suppress(RanklessError):  # the journal is for information: the assumption does well
                 self._before = count_failures(read_journal(self._run))
         seconds, failures = self._before
         return (_ASSUMED_SECONDS_PER_FAILURE + seconds + self._clock() - self._began) / (1 + failures)

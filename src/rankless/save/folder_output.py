@@ -101,7 +101,7 @@ class RunFolderOutput:
         self._new, self._session, self._attempt, self._known = new, ranks.session, ranks.attempt, known
         self._path, self._base, self._plan = new.path, known.checkpoint, EMPTY_PLAN
         self.shared_nbytes = 0
-        #: What finds unchanged bytes, if there is a base.
+        #: The search for unchanged bytes, if there is a base.
         self._incremental: IncrementalSave | None = None
         #: On rank 0, the files of the base that are linked.
         self._base_files: BaseFiles | None = None
@@ -174,7 +174,7 @@ class RunFolderOutput:
 
     @traced("clean up", "commit")
     def _clean_up(self, run: str) -> None:
-        """Remove what interrupted saves have left in the run directory."""
+        """Remove leftovers of interrupted saves in the run directory."""
         clean_up(self._new.run, run)
         clean_up_first_saves(self._new.run, self._new.tag)
 
@@ -362,7 +362,7 @@ class RunFolderOutput:
             )
 
     def _check_replaceable(self, saved: CheckpointInfo, folder: Path) -> None:
-        """Raise ``TagExistsError`` if what is in ``folder`` is no checkpoint of ours, or one that is not older.
+        """Raise ``TagExistsError`` if ``folder`` is no checkpoint of ours, or one that is not older.
 
         This process may have been suspended while another job continued the run.
         """

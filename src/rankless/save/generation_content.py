@@ -60,7 +60,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True)
 class DrainOptions:
-    """The options of a drain: what happens if it fails, which checkpoints are kept after it, and who hears of it."""
+    """The options of a drain: the reaction to a failure, the checkpoints that are kept after it, and the listener."""
 
     on_failure: str
     keep: Retention | None
@@ -151,7 +151,7 @@ class GenerationContent:
                 try:
                     self._memory[part] = map_to_read(self._assembly.path_of(part), table.nbytes)
                 except StorageError:
-                    self._tier.check_not_replaced()  # a later job removes what it does not load
+                    self._tier.check_not_replaced()  # a later job removes generations that it does not load
                     raise
         self._held = HeldParts(self._generation.tables, self._memory)
 

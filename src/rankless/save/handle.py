@@ -67,7 +67,7 @@ class SaveHandle(Generic[Result]):
             RankTimeoutError: The save is still in progress after ``timeout`` seconds.
             StateError: The save can never end while this caller waits: the process was forked from the one that
                 saves, or the caller is an event listener of the save.
-            Exception: The error with which the save failed.
+            Exception: The error that the save failed with.
         """
         self._wait_for(self._done, timeout)
         self._is_reported = True

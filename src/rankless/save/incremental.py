@@ -13,7 +13,7 @@ background, before anything is committed.
 
 Both outputs have one on every rank. The first and third step run in the thread of the caller, the check of trusted
 parameters in the thread of the save. A byte that is not written must have been hashed for this save, or be checked
-before the commit: versions and samples decide only what is hashed, and when.
+before the commit: versions and samples only decide which bytes are hashed, and when.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Candidates(msgspec.Struct, frozen=True, array_like=True):
 
 @prepared
 class _UnchangedDecision(msgspec.Struct, frozen=True, array_like=True):
-    """Rank 0's decision on the hashes: ranges that need not be written, if some are trusted, and what has begun."""
+    """Rank 0's decision on the hashes: ranges that need not be written, if some are trusted, and the begun output."""
 
     omitted: dict[int, Sequence[ElementRange]]
     has_trusted: bool
@@ -72,7 +72,7 @@ class _UnchangedDecision(msgspec.Struct, frozen=True, array_like=True):
 
 
 class IncrementalSave:
-    """The part of a save that finds what it can share with a base.
+    """The part of a save that finds the bytes that it can share with a base.
 
     ``folder`` has the files of the base; ``None`` in an object store, where a read of them takes requests. ``versions``
     are the versions of this rank's frozen parameters when the base was saved.
@@ -83,10 +83,10 @@ class IncrementalSave:
         self._plan: SavePlan = EMPTY_PLAN
         self._tensors: Mapping[tuple[str, str], TensorBytes] = {}
         self._number = 0
-        #: On rank 0, the files of the base that may be shared, and what the new checkpoint shares.
+        #: On rank 0, the files of the base that may be shared, and the sharing of the new checkpoint.
         self.files: SharedFiles | None = None
         self.unchanged = NOTHING_UNCHANGED
-        #: The bytes of tensors that the new checkpoint shares, and what all ranks must know of the files to be written.
+        #: The bytes of tensors that the new checkpoint shares, and facts for all ranks about the files to be written.
         self.shared_nbytes, self.begun = 0, b""
         #: On rank 0, the sums of the bytes that were hashed before the call returned.
         self._sums: BlockSums | None = None
@@ -122,7 +122,7 @@ class IncrementalSave:
         return candidates if shared >= _MIN_SHARE * sum(sizes) else Candidates()
 
     def omit_unchanged(self, whole: Collection[int], partial: Collection[int], versions: TensorVersions) -> SavePlan:
-        """Hash the candidates, and return the plan without what need not be written. All ranks must call this.
+        """Hash the candidates, and return the plan without ranges that need not be written. All ranks must call this.
 
         ``whole`` files may be unchanged, and parts of ``partial`` ones. Frozen parameters that have the same
         ``versions`` as in the base are trusted for now.
@@ -165,7 +165,7 @@ class IncrementalSave:
         return key in versions and versions[key].changes >= 0 and versions[key] == self._base_versions.get(key)
 
     def _settle(self, sums: BlockSums) -> bytes:
-        """Decide what is shared, and create the other files. Called on rank 0."""
+        """Decide which bytes are shared, and create the other files. Called on rank 0."""
         files = self._require_files()
         omitted, begun = files.settle(sums.matching_blocks(files.crcs, self._plan.tensor_sizes))
         self.unchanged, self._sums = files.unchanged_blocks(omitted), sums

@@ -1,4 +1,4 @@
-"""The publication of a checkpoint in an object store: its pointer, and what is removed after it, or instead of it.
+"""The publication of a checkpoint in an object store: its pointer, and the removals after it, or instead of it.
 
 Rank 0 does all of it.
 
@@ -127,7 +127,7 @@ class ObjectPublication:
         # wrong.
         stored = path.store.read_back(path) if path.store.create_object(path, data) else find_bytes(path)
         if stored != data:
-            if is_pointer(stored):  # another save's; what is no pointer may be the answer of a proxy
+            if is_pointer(stored):  # another save's; bytes that are no pointer may be the answer of a proxy
                 self._possible_numbers.discard(number)
             return False
         if find_highest_number(self._run, self._tag) > number:  # another process has removed the lower ones meanwhile
@@ -168,7 +168,7 @@ class ObjectPublication:
     ) -> None:
         """Remove the replaced checkpoint and those that are not kept. Failures only warn: the new one is committed.
 
-        What a load found ``corrupt`` is not removed: it only loses its pointer.
+        A checkpoint that a load found ``corrupt`` is not removed: it only loses its pointer.
 
         Called after the commit.
         """
@@ -195,7 +195,7 @@ class ObjectPublication:
             delete_replaced(self._run, entry)
 
     def discard(self) -> None:
-        """Delete what was uploaded, unless it is published, or that is unknown.
+        """Delete the uploaded objects, unless they are published, or that is unknown.
 
         Called in the rollback of a save.
         """

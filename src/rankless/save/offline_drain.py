@@ -93,7 +93,7 @@ def drain(
         on_event: A function that is called with each event.
 
     Returns:
-        What was done, and which parts are missing.
+        A report of the drain, with the parts that are missing.
 
     Raises:
         NoCheckpointError: No job has used the folder.
@@ -139,7 +139,7 @@ class _HostDrain:
         self.problems: dict[str, None] = {}
 
     def run(self) -> DrainResult:
-        """Publish the newest checkpoint, or put what this host has of it into the run directory."""
+        """Publish the newest checkpoint, or put this host's parts of it into the run directory."""
         result = self._drain_newest()
         self._collected.remove_outdated(self._run)
         return replace(result, problems=tuple(self.problems))

@@ -1,8 +1,8 @@
 """The interface between a save and the run that it writes into: one attempt to write a checkpoint, and to publish it.
 
-A save and a drain say what is written (:class:`SavedContent`). An output says where, and how it appears at once:
-:class:`rankless.save.folder_output.RunFolderOutput` by a rename,
-:class:`rankless.save.object_output.RunObjectOutput` by a pointer. Neither side knows which class the other one is.
+A save and a drain define the content (:class:`SavedContent`). An output says where, and how it appears at once:
+:class:`rankless.save.folder_output.RunFolderOutput` by a rename, :class:`rankless.save.object_output.RunObjectOutput`
+by a pointer. Neither side knows which class the other one is.
 
 :mod:`rankless.save.training_content` and :mod:`rankless.save.generation_content` open one on every rank. The order of
 the calls must stay: prepare, begin, join, omit, verify, write, then the removal of old checkpoints.
@@ -42,11 +42,11 @@ NO_RECORDS: Records = {}
 
 
 class NewTag(msgspec.Struct, frozen=True):
-    """The tag of a run that a checkpoint is to get, and the rules by which it takes the tag.
+    """The tag of a run that a checkpoint is to get, and the rules for taking the tag.
 
     ``overwrite``: it replaces the checkpoint that has the tag, unless that is newer. ``corrupt``: checkpoints that a
     load found corrupt: it may take their tags. ``keep``: which checkpoints are kept after it; for example ``step_20``
-    with ``KeepLast(1)`` removes ``step_10``. ``job``: what the job knows of the history. ``tier``: the tier that the
+    with ``KeepLast(1)`` removes ``step_10``. ``job``: the job's knowledge of the history. ``tier``: the tier that the
     bytes come from; then no other job may have continued the run. ``incremental``: it shares unchanged bytes with the
     checkpoint before, unless its number is a multiple of ``keep_full_every``.
     """
@@ -68,7 +68,7 @@ class NewTag(msgspec.Struct, frozen=True):
 
 
 class LiveTensors(msgspec.Struct, frozen=True):
-    """The tensors of a rank while a save is prepared: what an output may compare with the checkpoint before.
+    """The tensors of a rank while a save is prepared: an output may compare them with the checkpoint before.
 
     ``frozen`` are the parameters without gradients, with their ``versions``. ``number`` counts the saves of this plan.
     """
@@ -145,7 +145,7 @@ class RunOutput(Protocol):
         """
 
     def join(self, begun: bytes) -> None:
-        """Take part in what rank 0 has begun."""
+        """Take part in the output that rank 0 has begun."""
 
     def omit_unchanged(self, *, trusts_versions: bool) -> SavePlan:
         """Return the plan without the bytes that need not be written. It may end in a vote.
@@ -174,7 +174,7 @@ class RunOutput(Protocol):
         """
 
     def discard(self) -> None:
-        """Remove what was written, after a failure, unless it is committed or that is unknown.
+        """Remove the written files, after a failure, unless they are committed or that is unknown.
 
         Each rank calls it in the rollback; only rank 0 has something to remove.
         """

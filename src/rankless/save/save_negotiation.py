@@ -2,8 +2,8 @@
 
 Each rank posts an announcement of 77 bytes, mostly digests; in its first save, the name of its host follows, and then
 16 bytes for each value that ranks only compare. Only new or differing specs and values are sent in full, each distinct
-one once. If a rank has the same tensors as in the save before, it also posts what it prepares for the output: if that
-is so on all ranks, rank 0 opens the output in this first vote.
+one once. If a rank has the same tensors as in the save before, it also posts the bytes that it prepares for the output:
+if that is so on all ranks, rank 0 opens the output in this first vote.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def negotiate_save(
     that were found to differ between ranks and are stored for each rank. ``has_metrics``: this rank was passed some.
 
     All ranks of a training save, or of one component, call it first. It holds the vote "looking at what to save", and,
-    if specs or values are new, the vote "exchanging tensor specs". ``early``: what a training save does in the first.
+    if specs or values are new, the vote "exchanging tensor specs". ``early``: the work of a training save in the first.
     """
     one = _Negotiation(request, session, cached_key, differing, has_metrics, early)
     raw = vote_same_call(session, "looking at what to save", request.describe_call, one.announce, one.decide)
@@ -264,7 +264,7 @@ def name_differing(session: Session, agreement: SaveAgreement) -> list[str]:
 
 
 def describe_differing(names: Sequence[str], outcome: str) -> str:
-    """Return a warning about values that differ between ranks; ``outcome`` says what becomes of them."""
+    """Return a warning about values that differ between ranks; ``outcome`` says which value is stored."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"ranks hold different values of {', '.join(names[:_SHOWN])}{more}: {outcome}"
 

@@ -45,7 +45,7 @@ class ShardWriter:
 
     ``attempt`` counts the writes in a session: an earlier write may have left messages.
 
-    What the methods read follows what the caller has enqueued on the accelerators that hold the tensors.
+    The reads of the methods come after the work that the caller has enqueued on the accelerators with the tensors.
     """
 
     def __init__(

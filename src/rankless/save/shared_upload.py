@@ -77,7 +77,7 @@ def begin_uploads(files: Mapping[ObjectPath, int], notes: Mapping[str, str], *, 
 
 
 def abort_uploads(uploads: Sequence[Upload]) -> None:
-    """Abort uploads, unless they are complete. What cannot be aborted is left."""
+    """Abort uploads, unless they are complete. Uploads that cannot be aborted are left."""
 
     def abort_quietly(upload: Upload) -> None:
         with suppress(RanklessError):

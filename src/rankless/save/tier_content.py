@@ -1,7 +1,7 @@
 """A training state that is saved into the local tier: the memory of the hosts first, the run directory later.
 
-When the checkpoint is complete in the tier, the next save may begin. What follows, if the save is to be *drained*, is
-an ordinary write of the staged bytes into the run directory. It is tried again if it fails.
+When the checkpoint is complete in the tier, the next save may begin. If the save is to be *drained*, an ordinary write
+of the staged bytes into the run directory follows. It is tried again if it fails.
 
 The tier is a stage between a training content and its output.
 :class:`~rankless.run_directory.RunDirectory` makes it on all ranks if there is a local tier; the drain runs in the

@@ -40,7 +40,7 @@ from rankless.tier.tier_options import LocalTier
 class _PreparedTierSave(msgspec.Struct, frozen=True, array_like=True):
     """The result of a rank's preparation: the digests of its replicas, and why its host cannot take part, if it cannot.
 
-    ``host`` identifies the folder of its tier, ``domain`` what may fail as a whole with it.
+    ``host`` identifies the folder of its tier, ``domain`` the unit that may fail as a whole with it.
     """
 
     digests: bytes

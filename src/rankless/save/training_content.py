@@ -59,7 +59,7 @@ from rankless.state.step_only_tensors import step_only_tensors
 if TYPE_CHECKING:
     from rankless.tier.job import TierJob
 
-#: What becomes of values that differ between ranks, in a warning.
+#: The text of a warning about values that differ between ranks: which of them is stored.
 _STORED_BY_RANK = (
     "each rank gets its own back on as many ranks with the same layout; in any other, all get rank 0's; of an "
     "optimizer all get the states that any rank has"
@@ -92,7 +92,7 @@ class SavePlanCache(msgspec.Struct):
 
 @prepared
 class _PreparedSave(msgspec.Struct, frozen=True, array_like=True):
-    """The result of a rank's preparation: the digests of its replicas, and what its output has returned."""
+    """The result of a rank's preparation: the digests of its replicas, and the bytes that its output has returned."""
 
     digests: bytes
     prepared: bytes
@@ -100,7 +100,7 @@ class _PreparedSave(msgspec.Struct, frozen=True, array_like=True):
 
 @prepared
 class _OpenedSave(msgspec.Struct, frozen=True):
-    """The decision of rank 0: the identity of the checkpoint, and what has begun; ``None`` if replicas differ."""
+    """The decision of rank 0: the identity of the checkpoint, and the begun output; ``None`` if replicas differ."""
 
     identity: CheckpointIdentity | None = None
     begun: bytes = b""

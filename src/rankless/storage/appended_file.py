@@ -20,7 +20,7 @@ from rankless.storage.posix import wrap_os_errors
 #: The flags of an append. A pipe in the place of the file must not block, and a link must not lead elsewhere.
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-#: What is returned in place of a descriptor.
+#: A value that is returned in place of a descriptor.
 _MISSING, _FULL = -1, -2
 
 

@@ -1,8 +1,8 @@
 """Atomic renames of files and directories, and exchanges of two directories. The new names are durable.
 
 Commits (:mod:`rankless.run.pending_dir`), claims (:mod:`rankless.run.claims`), removals and small files use it, on rank
-0 or in commands. Callers make durable what they rename; the new name must be durable when the call returns. No look
-before a rename may take the place of ``RENAME_NOREPLACE``.
+0 or in commands. Callers make files durable before they rename them; the new name must be durable when the call
+returns. No look before a rename may take the place of ``RENAME_NOREPLACE``.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class FileWriter(ClosingMixin, ClosedInForks):
         """Pass everything written so far to the file system: a later sync of the file makes it durable."""
 
     def start_writeback(self) -> None:
-        """Let the kernel begin to write to the disk what was written through the page cache."""
+        """Let the kernel begin to write bytes to the disk that were written through the page cache."""
         with wrap_os_errors("write", self._path):
             start_writeback(self._buffered_fd)
 

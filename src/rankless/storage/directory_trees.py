@@ -35,7 +35,7 @@ def remove_tree(path: Path) -> None:
     """Delete a directory and its contents, a file or a link. Missing entries are no error.
 
     If a process of this host has files of it open on NFS, the client keeps them, and their directories, until they are
-    closed. A later call removes what is left.
+    closed. A later call removes the rest.
     """
     with wrap_os_errors("remove", path):
         if path.is_symlink() or path.is_file():
@@ -109,7 +109,7 @@ def find_obstacle(folder: Path, names: Iterable[str]) -> str | None:
 def link_remaining(source: Path, target: Path, excluded: set[str]) -> None:
     """Add the files, links and folders of one directory tree to another, except the files with names in ``excluded``.
 
-    Files are hard-linked. If the file system has no hard links, they are copied. A later call adds what has changed.
+    Files are hard-linked. If the file system has no hard links, they are copied. A later call adds the changes.
     """
     with wrap_os_errors("link or copy the contents of", source):
         for name in _walk(source, excluded):

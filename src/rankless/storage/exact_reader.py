@@ -1,7 +1,7 @@
 """Reads of large ranges that read nothing beyond the range, because no other range of the file may be needed here.
 
 On a disk of this machine such reads are direct. On a network file system they go through the page cache without
-read-ahead: what a host reads ahead, another host reads again, from one server.
+read-ahead: bytes that a host reads ahead are read again by another host, from one server.
 
 Loads, the reading of shared bytes, conversions and the comparison with a base open files so, on each rank, in reading
 threads.

@@ -1,7 +1,7 @@
 """A memo of values computed from files, valid as long as the file is unchanged.
 
-:mod:`rankless.run.checkpoint_info` and :mod:`rankless.run.added_metrics` remember what they have read, in any process.
-The signature must be taken before the file is read.
+:mod:`rankless.run.checkpoint_info` and :mod:`rankless.run.added_metrics` remember the contents that they have read, in
+any process. The signature must be taken before the file is read.
 """
 
 from __future__ import annotations

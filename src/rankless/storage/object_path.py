@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class ObjectPath(PosixPath):
     """The path of an object, or of a common prefix of keys, in a bucket: ``/bucket/key``.
 
-    Each store has a subclass of its own. So what pathlib derives from a path belongs to the same store.
+    Each store has a subclass of its own. So paths that pathlib derives from a path belong to the same store.
     """
 
     store: ClassVar[ObjectStore]

@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 from rankless.errors import InvalidArgumentError, OutsideLinkError, RanklessError, StorageError, UnsafeNameError
 
-#: The flag with which a directory is opened in order to look at it. With Linux's ``O_PATH`` it need not be readable.
+#: The flag to open a directory with in order to look at it. With Linux's ``O_PATH`` it need not be readable.
 _INSPECT = getattr(os, "O_PATH", os.O_RDONLY)
 
 #: Linux's random id of this boot of the kernel.
@@ -52,7 +52,7 @@ def wrap_os_errors(action: str, path: object) -> Iterator[None]:
     except RanklessError:
         raise
     except OSError as error:
-        # What another host has removed is missing, also for an NFS client that has it open.
+        # A file that another host has removed is missing, also for an NFS client that has it open.
         number = errno.ENOENT if error.errno == errno.ESTALE else error.errno
         hint = _HINTS.get(error.errno or 0, "")
         raise StorageError(number, f"could not {action} {path}: {os.strerror(error.errno or 0)}{hint}") from error
@@ -73,7 +73,7 @@ def local_path(path: str | PathLike[str]) -> Path:
     """Return an absolute path.
 
     Raises ``InvalidArgumentError`` for the URL of an object store, for a text that no file can have as its path, and
-    for what is neither a text nor a path.
+    for a value that is neither a text nor a path.
     """
     if not isinstance(path, str | PathLike):
         raise InvalidArgumentError(f"a path must be a text or an os.PathLike; got {path!r:.80}")

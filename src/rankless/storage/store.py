@@ -1,10 +1,10 @@
-"""The interfaces of stores: what reads need of any store, and what saves need of an object store.
+"""The interfaces of stores: methods for reads from any store, and for saves into an object store.
 
 ``Store`` is narrow, so that a checkpoint can be read from wherever its bytes are. A file system is one store, each
 endpoint of an object store is another. ``tests/unit/storage/test_store_conformance.py`` runs one suite against all.
 
-``formats/`` reads, and ``run/`` lists and removes through :func:`store_of`, on rank 0 or on each rank. What a store
-cannot tell for a moment must be a ``StorageError``, and never "missing". The conditional methods of
+``formats/`` reads, and ``run/`` lists and removes through :func:`store_of`, on rank 0 or on each rank. If a store
+cannot tell something for a moment, that must be a ``StorageError``, and never "missing". The conditional methods of
 :class:`ObjectStore` decide between jobs.
 """
 
@@ -87,7 +87,7 @@ class Store(Protocol):
         """List the names in a directory; none if it is missing."""
 
     def list_files(self, folder: Path) -> list[Path]:
-        """List what is no directory in a directory, by name; nothing if it is missing."""
+        """List all entries but directories in a directory, by name; nothing if it is missing."""
 
     def list_subdirectories(self, folder: Path) -> list[Path]:
         """List the directories in a directory that are not hidden, by name; none if it is missing."""

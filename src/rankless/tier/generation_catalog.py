@@ -3,7 +3,8 @@
 Each rank lists its host in the vote "looking into the local tier"; rank 0 finds the complete generations in its
 decision (:mod:`rankless.load.tier_generations`). Rank 0 also lists its host before a job that has loaded nothing claims
 an incarnation (:class:`~rankless.tier.job.TierJob`), and plans with :func:`find_rebuilding` how lost parts are computed
-(:mod:`rankless.tier.rebuild`). What the history does not call current must never be among the complete ones.
+(:mod:`rankless.tier.rebuild`). Generations that the history does not call current must never be among the complete
+ones.
 """
 
 from __future__ import annotations

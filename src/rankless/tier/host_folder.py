@@ -4,13 +4,13 @@ The folder belongs to one user and one run directory. It has, by their suffix:
 
 - ``.data``: the bytes of a part, in a *slot* that its process maps and uses again (:mod:`rankless.tier.slots`);
 - ``.part``: the table of a part, which is there exactly while the bytes are (:mod:`rankless.tier.part`);
-- ``.common``: what a generation has in addition to its parts (:mod:`rankless.tier.generation`);
+- ``.common``: the values of a generation besides its parts (:mod:`rankless.tier.generation`);
 - ``.lock``: a file that a process locks as long as it lives; its slots begin with the same name.
 - ``owner``: the text of the job that uses the folder (:mod:`rankless.tier.job_text`). An older job that is still alive
   overwrites and removes nothing any more.
 
-Tables and commons appear by a rename. Nothing is synced: a process may die at any moment, and what it wrote stays; a
-host that dies takes its memory with it.
+Tables and commons appear by a rename. Nothing is synced: a process may die at any moment, and its bytes stay; a host
+that dies takes its memory with it.
 
 All ranks of a host use one folder, in saves, loads and drains (:mod:`rankless.tier.job`), and commands look into it.
 Names and formats of files are those that other processes of the host read. The order must stay: bytes before their
@@ -138,7 +138,7 @@ class TierFolder(msgspec.Struct, frozen=True):
             return False
         try:
             return read_token(_parse_run(recorded, run)) != token
-        except RanklessError:  # it is unknown what is there
+        except RanklessError:  # its contents are unknown
             return False
 
     def take_over(self, job: str, run: Path) -> None:
@@ -146,8 +146,8 @@ class TierFolder(msgspec.Struct, frozen=True):
 
         All processes of the job on this host may call it.
 
-        What dead processes have reserved and not filled is removed first: this job needs the memory already to load.
-        Raises ``SupersededError`` if a later job is.
+        Memory that dead processes have reserved and not filled is removed first: this job needs the memory already to
+        load. Raises ``SupersededError`` if a later job is.
 
         All ranks call it in the vote "taking over the local tier", before any of them looks; a save calls it if no job
         has the folder.

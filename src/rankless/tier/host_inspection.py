@@ -1,7 +1,7 @@
 """The generations of the local tier that a host has, as a process sees them that is not one of the job's.
 
 The commands of the tier and drains without a job (:mod:`rankless.save.offline_drain`) list with it, in one process of a
-host, while jobs may be running. It changes nothing, and what a job removes meanwhile is no error.
+host, while jobs may be running. It changes nothing, and files that a job removes meanwhile are no error.
 """
 
 from __future__ import annotations

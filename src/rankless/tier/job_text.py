@@ -1,4 +1,4 @@
-"""The text by which a folder of the tier knows the job that uses it.
+"""The text that a folder of the tier knows its job by.
 
 It has the number of the job's announcement, the token of the run directory, which stays the same if that is moved, and
 random digits.

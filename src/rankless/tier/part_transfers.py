@@ -208,7 +208,7 @@ class _Outgoing:
         self._sent, self._began = 0, time.monotonic()
 
     def advance(self) -> None:
-        """Forget what has arrived, and begin more sends."""
+        """Forget sends that have arrived, and begin more."""
         for _ in self.queue.pop_arrived():
             pass
         while self.seconds_until_due() <= 0:
@@ -236,7 +236,7 @@ class _Incoming:
         self._buffers: list[Bytes] = []
 
     def advance(self) -> None:
-        """Compare what has arrived with its CRC, and begin more receives."""
+        """Compare bytes that have arrived with their CRC, and begin more receives."""
         for message in self.queue.pop_arrived():
             self._finish(message)
         while self.queue.has_room:

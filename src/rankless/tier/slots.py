@@ -53,7 +53,7 @@ class Slots:
         weakref.finalize(self, self._alive.close)
 
     def take(self, nbytes: int) -> Slot:
-        """Return a pinned slot of at least ``nbytes`` bytes. What it held is not in the tier any more.
+        """Return a pinned slot of at least ``nbytes`` bytes. Its old bytes are not in the tier any more.
 
         Raises ``SpaceShortageError``.
         """

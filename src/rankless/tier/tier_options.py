@@ -16,7 +16,7 @@ from rankless.errors import InvalidArgumentError
 from rankless.ondisk.validation import check_choice
 from rankless.storage.posix import local_path
 
-#: What a drain does that has failed too often: let the next save raise its error, or only warn.
+#: The reaction to a drain that has failed too often: let the next save raise its error, or only warn.
 ON_FAILURE = ("raise", "warn")
 
 
@@ -37,7 +37,7 @@ class LocalTier:
         drain_every: Of how many saves one is drained. Saves at a signal and at the end of a training always are, and so
             are those that the retention policy keeps for their step or metric. If a drain is still in progress, the
             next save after it is drained.
-        on_failure: What happens if a drain has failed several times: the next save raises the error (``"raise"``), or
+        on_failure: The reaction if a drain has failed several times: the next save raises the error (``"raise"``), or
             there is a warning (``"warn"``) and the next save is drained. The end of a ``with`` block, and
             :meth:`rankless.RunDirectory.finalize`, raise the error of the last drain in any case.
         max_undrained_seconds: A save raises ``StorageError`` if nothing was drained for so many seconds.

@@ -3,7 +3,7 @@
 torchtitan's own manager saves under the same names, so there may be checkpoints of both, and exports of the weights.
 
 :class:`~rankless.torchtitan.manager.CheckpointManager` asks it on rank 0, in votes, so that all ranks start with the
-same checkpoint. What is not proved to be replaceable stays.
+same checkpoint. A folder that is not proved to be replaceable stays.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHOWN = 5
 
 @prepared
 class StartPoint(msgspec.Struct, frozen=True):
-    """The checkpoint of the run folder with which a run starts.
+    """The checkpoint of the run folder that a run starts with.
 
     ``tag`` is ``None`` if it is the newest one of rankless: then a load may fall back to an intact one. ``is_dcp``: it
     is one of torchtitan's own manager.
@@ -127,7 +127,7 @@ class RunFolder:
             )
 
     def check_free(self, step: int) -> None:
-        """Raise ``TagExistsError`` if a run that goes on after a step would meet what it cannot replace."""
+        """Raise ``TagExistsError`` if a run that goes on after a step would meet a folder that it cannot replace."""
         blocking = sorted(other for other in self.dcp | self.others if other > step)
         if blocking:
             raise TagExistsError(
@@ -155,7 +155,7 @@ def remove_replaceable(folder: Path) -> bool:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise ``TagExistsError`` if a folder has what an export must not replace."""
+    """Raise ``TagExistsError`` if a folder has something that an export must not replace."""
     if replaced_by_export(folder.name).find_foreign(folder) is not None:
         raise TagExistsError(
             f"{folder} is neither a checkpoint nor an export of rankless, and is not replaced: move it away"

@@ -103,8 +103,8 @@ class EngineFollower(_Begun):
 class AsyncEngineFollower(_Begun):
     """Keeps an ``AsyncLLM`` of vLLM at the newest published version, while it generates.
 
-    ``mode`` says what becomes of running requests while the parameters change: ``"keep"``, ``"wait"`` or ``"abort"``,
-    as in ``AsyncLLM.pause_generation``. The other arguments are as in :class:`EngineFollower`.
+    ``mode`` decides about running requests while the parameters change: ``"keep"``, ``"wait"`` or ``"abort"``, as in
+    ``AsyncLLM.pause_generation``. The other arguments are as in :class:`EngineFollower`.
     """
 
     def __init__(

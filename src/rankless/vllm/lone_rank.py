@@ -1,6 +1,6 @@
 """vLLM's model of one rank of a layout, in a process that has no other ranks, and without memory for its weights.
 
-``rankless show --for vllm`` lets such models take lazy tensors, to see what each rank would read.
+``rankless show --for vllm`` lets such models take lazy tensors, to see which bytes each rank would read.
 
 :mod:`rankless.cli.show.engine_reads` calls :func:`load_on_rank` for one rank after the other, in one process.
 """
@@ -82,13 +82,13 @@ def _make_config(config: str, layout: EngineLayout) -> VllmConfig:
         tensor_parallel_size=layout.tensor,
         pipeline_parallel_size=layout.pipeline,
         enable_expert_parallel=layout.has_expert_parallelism,
-        # The one with which vLLM does not look for a device for each rank.
+        # With this one vLLM does not look for a device for each rank.
         distributed_executor_backend="external_launcher",
     ).create_engine_config()
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Parameters, which vLLM makes by ``torch.empty``, have no memory. What a model computes with has values.
+    """Parameters, which vLLM makes by ``torch.empty``, have no memory. Tensors that a model computes with have values.
 
     ``torch.device("meta")`` would take these as well, and vLLM could not list the experts of a rank.
     """

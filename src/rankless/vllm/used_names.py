@@ -16,7 +16,7 @@ _used_names: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 
 
 def note_used_names(model: nn.Module, names: Iterable[str]) -> None:
-    """Note what a model was loaded from."""
+    """Note the tensors that a model was loaded from."""
     _used_names[model] = frozenset(names)
 
 

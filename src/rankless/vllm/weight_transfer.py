@@ -183,7 +183,7 @@ class RanklessWeightTransfer(WeightTransferEngine[WeightsInitInfo, WeightsUpdate
         return tensors
 
     def _commit(self, number: int) -> None:
-        """Load what was prepared. If that fails it is tried again; if it fails then, the parameters are mixed.
+        """Load the prepared version. If that fails it is tried again; if it fails then, the parameters are mixed.
 
         It may be called again: a version that this worker serves already is not loaded again.
         """

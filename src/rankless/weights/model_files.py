@@ -1,4 +1,4 @@
-"""The model files of a version: where their tensors are, and what the manifest says of each. Pure.
+"""The model files of a version: the places of their tensors, and the entry of each in the manifest. Pure.
 
 :class:`~rankless.weights.version_output.VersionOutput` calls it on rank 0.
 """

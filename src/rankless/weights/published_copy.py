@@ -77,5 +77,5 @@ def _place(file_range: FileRange) -> tuple[int, int, int]:
 
 
 def _aligned(nbytes: int) -> int:
-    """Return a size after which the next range begins at a multiple of 8 bytes. For example, 16 for 9 bytes."""
+    """Return a size, padded so that the next range begins at a multiple of 8 bytes. For example, 16 for 9 bytes."""
     return -(-nbytes // 8) * 8

@@ -144,7 +144,7 @@ class WeightPublisher:
             publication = self._describe(step, metrics)
             if not (self._is_skipping and self._is_busy()):
                 self._run(model, publication)
-        # What was tolerated may be the error of the publication before: this one has begun nevertheless.
+        # The tolerated error may be from the publication before: this one has begun nevertheless.
         return self._handle if self._handle is not before else None
 
     def _describe(self, step: float | None, metrics: Mapping[str, Any] | None) -> Publication:
@@ -221,7 +221,7 @@ class WeightPublisher:
 
 
 def describe_training(directory: RunDirectory) -> TrainingPoint | None:
-    """Return the point at which a training is; ``None`` if it has neither saved nor loaded in its run directory."""
+    """Return the current point of a training; ``None`` if it has neither saved nor loaded in its run directory."""
     history = directory.history
     of_job = history.claim or history.base
     if of_job is None:

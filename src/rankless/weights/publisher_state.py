@@ -24,7 +24,7 @@ class OwnDelta:
 
 @dataclass
 class PublisherState:
-    """The newest version that this publisher has committed, and what the next one needs of it.
+    """The newest version that this publisher has committed, and the facts of it that the next one needs.
 
     ``base`` is its manifest, on rank 0. ``layout`` is a digest of the files and tensors: deltas need equal ones.
     ``level_base`` is the version that the next level begins at; ``own_deltas`` are this rank's parts since then, or
@@ -43,12 +43,12 @@ class PublisherState:
     #: On rank 0, the highest number that was committed: it is not used again, also if its version was removed.
     last_number: int = 0
     has_removed_abandoned: bool = False
-    #: On rank 0, what changes if the manifest of the base does.
+    #: On rank 0, a text that changes with the manifest of the base.
     base_version: str = ""
     process: int = field(default_factory=os.getpid)
 
     def leave_parent(self) -> None:
-        """Begin anew in a forked process: what its parent has published is not in its memory."""
+        """Begin anew in a forked process: its parent's publications are not in its memory."""
         if self.process != os.getpid():
             self.process, self.failed = os.getpid(), None
             self.forget()

@@ -107,7 +107,7 @@ class VersionOutput:
         self._files: FileSet | None = None
         self._frames: Sequence[FileFrame] = ()
         self._is_committed = False
-        #: What the copy of the published bytes is made of, and what this rank has written.
+        #: The source of the copy of the published bytes, and the parts that this rank has written.
         self._published: tuple[Sequence[FileRange], ProviderOf] | None = None
         self._written, self._depends_on_base = _WrittenParts(), True
 
@@ -120,7 +120,7 @@ class VersionOutput:
         return open_component_output(Destination(self._directory / name, folder=True), self._ranks)
 
     def begin(self, files: FileSet, frames: Sequence[FileFrame]) -> bytes:
-        """See :class:`ComponentOutput`. Decide what the version is, and create its folders."""
+        """See :class:`ComponentOutput`. Decide the kind of version, and create its folders."""
         store_of(self._directory).make_folder(self._directory / WEIGHT_VERSIONS)
         self._state.leave_parent()
         self._files, self._frames = files, frames

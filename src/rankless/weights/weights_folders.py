@@ -30,7 +30,7 @@ from rankless.weights.directory_check import check_weights_directory
 
 _FOLDER_NAME = re.compile(r"(anchor|delta)-([0-9]+)-([0-9a-f]{16})")
 
-#: For how many seconds what no manifest names is left alone: another publisher may be about to commit it.
+#: Folders that no manifest names are left alone for so many seconds: another publisher may be about to commit them.
 _ABANDONED_SECONDS = 3600.0
 
 #: The small files that a save of a model writes next to its model files.
@@ -88,7 +88,7 @@ def is_committed(directory: Path, key: VersionKey) -> bool:
 def find_outdated(directory: Path, keep: int) -> list[VersionManifest]:
     """Return the versions that are older than the newest ``keep`` anchors, newest first.
 
-    They must be removed in this order: a version must not outlive what it is based on.
+    They must be removed in this order: a version must not outlive its base.
     """
     anchors = 0
     outdated: list[VersionManifest] = []

@@ -68,7 +68,7 @@ class FlatState:
 
 
 def _list_changed_tables(tree: Any, path: tuple[str, ...]) -> Iterator[str]:
-    """Yield what a load will find otherwise. Schedulers, and optimizers by number, get the numbers in keys back."""
+    """Yield changes that a load will find. Schedulers, and optimizers by number, get the numbers in keys back."""
     if isinstance(tree, list):
         for number, value in enumerate(tree):
             yield from _list_changed_tables(value, (*path, str(number)))

@@ -243,7 +243,7 @@ def is_sharded_by_rows(name: str, shape: tuple[int, ...], parameter: tuple[int, 
 
 
 def shard_zero_state(root: Mapping[str, Any], ranks: int, path: Path) -> list[dict[str, Any]]:
-    """Shard a whole state for a number of data-parallel ranks. All ranks get what is not sharded by rows."""
+    """Shard a whole state for a number of data-parallel ranks. All ranks get values that are not sharded by rows."""
     return [{key: _shard_entry(root, key, rank, ranks, path) for key in root} for rank in range(ranks)]
 
 

@@ -1,4 +1,4 @@
-"""Credentials of Azure Storage, and what each kind adds to a request: a signature, a query, or a token.
+"""Credentials of Azure Storage, and the part that each kind adds to a request: a signature, a query, or a token.
 
 :class:`~rankless.storage.azure.azure_dialect.AzureService` signs each attempt of a request with it, in the thread that
 sends. No message may contain a secret.
@@ -71,7 +71,7 @@ class AzureSigner(Protocol):
         """Return the request with the proof that it is allowed. Raises ``StorageError`` if there are no credentials."""
 
     def adapt_to(self, response: HttpResponse, code: str) -> bool:
-        """Learn from a refusal what makes the next attempt right. Return false if there is nothing to learn."""
+        """Learn from a refusal how to make the next attempt right. Return false if there is nothing to learn."""
 
 
 def make_signer(account: str, credentials: str | TokenFunction | None) -> AzureSigner:

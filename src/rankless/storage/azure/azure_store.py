@@ -73,7 +73,7 @@ _HEADERS_OF_BLOCKS = frozenset({"x-ms-encryption-scope"})
 #: The note of an empty object that has taken the place of an aborted upload, until it is deleted.
 _ABORTED = f"{NOTE}aborted"
 
-#: The header that says what has become of a copy, the most seconds that one may take, and those between two looks.
+#: The header with the state of a copy, the most seconds that one may take, and those between two looks.
 _COPY_STATUS, _COPY_SECONDS, _COPY_POLL_SECONDS = "x-ms-copy-status", 300.0, 0.5
 
 #: The codes of a write that its condition forbids.
@@ -148,7 +148,7 @@ class Azure(ObjectReads):
         """Return the path of ``"container/name"`` in this account. Raises ``InvalidArgumentError``."""
         return make_object_path(self, location)
 
-    # What reads need: see Store.
+    # Methods for reads: see Store.
 
     def _list_entries(self, folder: ObjectPath) -> Iterator[str]:
         return (find_text(element, "Name") for element in self._list_blobs(folder, {"delimiter": "/"}))
@@ -165,7 +165,7 @@ class Azure(ObjectReads):
         """See :class:`~rankless.storage.store.Store`. A missing object is no error."""
         self._delete(as_object(path))
 
-    # What saves need: see ObjectStore.
+    # Methods for saves: see ObjectStore.
 
     def remove_version(self, path: ObjectPath, etag: str) -> None:
         """See :class:`~rankless.storage.store.ObjectStore`."""
@@ -418,7 +418,7 @@ def _service_of(store: Azure) -> AzureService:
 
 
 def _checksum_header(crc: int) -> tuple[str, str]:
-    """Return the header with which the server checks a body: the bytes of the CRC, the lowest one first."""
+    """Return the header that lets the server check a body: the bytes of the CRC, the lowest one first."""
     return "x-ms-content-crc64", base64.b64encode(crc.to_bytes(8, "little")).decode()
 
 

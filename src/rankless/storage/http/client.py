@@ -1,4 +1,4 @@
-"""A client of an object store: it sends each request until it is answered, and says what to do if it is refused.
+"""A client of an object store: it sends each request until it is answered, and gives advice if it is refused.
 
 All requests of all stores go through :meth:`ObjectClient.send` (:mod:`rankless.storage.http.object_reads`), from any
 thread of a rank. Whether an earlier attempt may have had its effect must reach the caller: conditional writes are
@@ -114,7 +114,7 @@ class ObjectService(Protocol):
         """Return the code of a refusal, if there is one. Also an answer with the status 200 may be one."""
 
     def adapt_to(self, path: ObjectPath, response: HttpResponse, code: str) -> bool:
-        """Learn from a refusal what makes the next attempt right. Return false if there is nothing to learn."""
+        """Learn from a refusal how to make the next attempt right. Return false if there is nothing to learn."""
 
 
 class ObjectClient:
@@ -150,7 +150,7 @@ class ObjectClient:
             if response.status in _THROTTLED:
                 self._throttle.slow_down(attempts.next_wait)
             if not (is_transient and attempts.wait()):
-                # No variable holds what is raised: it would be a cycle, which keeps what its frames hold.
+                # No variable holds the raised error: it would be a cycle, which keeps all objects in its frames.
                 raise _refusal(request, response, code, is_repeated=attempts.may_have_had_effect)
 
     def _send_once(self, request: ObjectRequest) -> HttpResponse:

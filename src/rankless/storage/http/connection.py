@@ -134,8 +134,8 @@ class ConnectionPool(ClosedInForks):
     def send(self, address: Address, request: HttpRequest) -> HttpResponse:
         """Send a request, and return the whole answer.
 
-        Raises ``OSError`` or ``HTTPException`` if the connection breaks. Then it is unknown whether the server has done
-        what it was asked for.
+        Raises ``OSError`` or ``HTTPException`` if the connection breaks. Then it is unknown whether the server has
+        executed the request.
         """
         connection = self._borrow(address)
         headers, body = {**request.headers, **connection.proxy_headers}, list(request.body) or None
@@ -247,8 +247,8 @@ def _find_proxy(address: Address) -> _Proxy | None:
 class _PatientReader(io.RawIOBase):
     """The bytes that arrive at a socket, which must not drip: each restarts the time-out of the socket.
 
-    Servers may send some bytes each minute while they do what they were asked for. So the limit is generous. A large
-    buffer is filled here: over TLS, ``io.BufferedReader`` would call this once for each 16 KiB.
+    Servers may send some bytes each minute while they execute a request. So the limit is generous. A large buffer is
+    filled here: over TLS, ``io.BufferedReader`` would call this once for each 16 KiB.
     """
 
     def __init__(self, sock: socket.socket) -> None:

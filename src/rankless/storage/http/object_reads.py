@@ -79,7 +79,7 @@ class ObjectReads(ABC):
         """Return the caller's headers that belong to all requests."""
         return ()
 
-    def _send(  # noqa: PLR0917 - what a request consists of
+    def _send(  # noqa: PLR0917 - the parts of a request
         self,
         method: str,
         path: ObjectPath,

@@ -1,7 +1,7 @@
 """``XmlStore``: all that stores with an XML API have in common. Their checks of the bytes differ.
 
-Only what all such servers do is relied on: see ``docs/design.md``. A refusal that should have come may not come, so all
-that matters is compared with the server's state afterwards.
+It relies only on behaviour that all such servers have: see ``docs/design.md``. A refusal that should have come may not
+come, so all that matters is compared with the server's state afterwards.
 
 ``S3`` and ``GCS`` inherit from it. Receipts of parts are texts, which saves pass from rank to rank:
 :meth:`XmlStore.complete_upload` takes them apart, on rank 0 (:mod:`rankless.save.shared_upload`), or in the process
@@ -44,7 +44,7 @@ _SEPARATOR = "\t"
 
 
 class BodyChecksums(NamedTuple):
-    """The headers with which a server checks a body, and what the completion of an upload needs to know of it."""
+    """The headers that let a server check a body, and the record of it for the completion of an upload."""
 
     headers: Sequence[tuple[str, str]]
     record: Sequence[str] = ()
@@ -67,7 +67,7 @@ class XmlStore(XmlRequests):
 
     @abstractmethod
     def _completion_headers(self, size: int, crc64nvme: int) -> Sequence[tuple[str, str]]:
-        """Return the headers with which a server checks the object that it makes of the parts."""
+        """Return the headers that let a server check the object that it makes of the parts."""
 
     @abstractmethod
     def _check_completed(
@@ -97,7 +97,7 @@ class XmlStore(XmlRequests):
         """Return the path of ``"bucket/name"`` in this store. Raises ``InvalidArgumentError``."""
         return make_object_path(self, location)
 
-    # What reads need: see Store.
+    # Methods for reads: see Store.
 
     def _list_entries(self, folder: ObjectPath) -> Iterator[str]:
         for page in self._list_pages(folder, delimiter="/"):
@@ -121,7 +121,7 @@ class XmlStore(XmlRequests):
             if error.code != "NoSuchKey":
                 raise
 
-    # What saves need: see ObjectStore.
+    # Methods for saves: see ObjectStore.
 
     def remove_version(self, path: ObjectPath, etag: str) -> None:
         """See :class:`~rankless.storage.store.ObjectStore`. Some servers ignore the condition, so look first."""
