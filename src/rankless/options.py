@@ -139,7 +139,7 @@ class LoadOptions:
             with a warning if training is resumed.
         verify: Whether to check every byte that is read against its CRC; ``True`` by default. A difference raises
             ``CorruptCheckpointError``.
-        on_corruption: What to do if the newest checkpoint is corrupt and no tag was given. ``"fall_back"``, the
+        on_corruption: The reaction if the newest checkpoint is corrupt and no tag was given. ``"fall_back"``, the
             default: load the newest intact checkpoint, with a warning. ``"raise"``: raise ``CorruptCheckpointError``.
         share_reads: How to read bytes that several ranks need. ``"always"``: one rank reads them and sends them to the
             others. ``"never"``: each rank reads them. ``"auto"``, the default: ``"always"`` if the ranks are on several

@@ -135,7 +135,7 @@ class RunDirectory:
 
     @property
     def history(self) -> JobHistory:
-        """The history of this job here: a save continues what it has loaded, and retention affects no other run."""
+        """The history of this job here: a save continues the loaded checkpoint, and retention affects no other run."""
         return self.memory.of(self.path).history
 
     @property

@@ -236,7 +236,7 @@ class CheckpointMixin(_Base):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # of a rankless checkpoint only the files that subclasses have written
+        super()._load_optimizer_and_scheduler(checkpoint)  # of a rankless checkpoint only files of subclasses
         if self._resumed is None:
             return
         components: dict[str, Any] = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}

@@ -208,7 +208,7 @@ class WeightsLoader(ClosingMixin):
             self._written[memory_of(tensor).start] += tensor.nbytes
 
     def count_written(self, tensor: torch.Tensor) -> int:
-        """Return how many bytes were written into the storage of a tensor; what was written twice counts twice."""
+        """Return how many bytes were written into the storage of a tensor; bytes written twice count twice."""
         return self._written[memory_of(tensor).start]
 
     def fill_at_once(self, tensor: torch.Tensor) -> None:

@@ -98,7 +98,7 @@ class _TrainerStrategy(Strategy):
         return is_hook_overridden(hook, self.lightning_module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Save under a path atomically, replacing what is there: the model's state dict as hooks have left it."""
+        """Save under a path atomically, in place of an old file: the model's state dict as hooks have left it."""
         if storage_options is not None:
             raise InvalidArgumentError("rankless's strategies take no storage_options")
         path = self._checkpoints.locate(self.broadcast(filepath))

@@ -176,7 +176,7 @@ class JobHistory(msgspec.Struct):
     began: float = msgspec.field(default_factory=time.time)
 
     def note_loaded(self, base: LoadedBase, *, resumes: bool) -> None:
-        """Note what was loaded. If the training goes on from it, the next save continues it.
+        """Note the loaded checkpoint. If the training goes on from it, the next save continues it.
 
         Other loads, such as for an evaluation, change nothing for a job that saves already.
         """
@@ -542,7 +542,7 @@ def _warn_of_rollback(run: Path, tag: str, abandoned: Sequence[KnownCheckpoint],
 
 
 def _warn_of_unread_tier(run: Path, base: LoadedBase, before: Entry) -> None:
-    """Warn a job without a local tier if the job before it had one: what only that has would be passed over."""
+    """Warn a job without a local tier if the job before it had one: checkpoints only there would be passed over."""
     branch = before.runs.get(base.run)
     if branch is None or _has_claimed(run, Claim(base.run, branch.incarnation)):
         return

@@ -186,7 +186,10 @@ class _Growth:
         )
 
     def _goes_back(self, number: int) -> bool:
-        """Return whether an incarnation abandoned what was there. What a superseded job saved later does not count."""
+        """Return whether an incarnation abandoned checkpoints that were there.
+
+        Checkpoints that a superseded job saved later do not count.
+        """
         branch, before = self._branches.get(number), self._previous.get(number)
         own = min((info.sequence for info in self._saved[number]), default=0)
         claimed = own if branch is None else branch.sequence

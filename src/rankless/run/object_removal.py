@@ -86,7 +86,7 @@ def discard_folder(folder: ObjectPath) -> None:
 
 
 def discard_abandoned(folder: ObjectPath) -> bool:
-    """Delete what a save has written into a folder: one of another process, which seems to be dead, or a whole one.
+    """Delete a save's objects in a folder: one of another process, which seems to be dead, or a whole one.
 
     Return false if a process has published it meanwhile.
 
@@ -164,7 +164,8 @@ def _find_size(path: ObjectPath) -> int | None:
 def _delete_objects(folder: ObjectPath, names: AbstractSet[str]) -> None:
     """Delete objects in a folder of a save: its manifest first, so that it is no checkpoint any more.
 
-    The files of tensors prove what the folder was, and the mark says that it is being deleted: they are the last ones.
+    The files of tensors prove that the folder was ours, and the mark says that it is being deleted: they are the last
+    ones.
     """
     tensors = {name for name in names if name.endswith(".safetensors")}
     for batch in ({NAME}, names - tensors - {NAME, REMOVED}, tensors, {REMOVED}):

@@ -226,7 +226,7 @@ class PendingDirectory:
             self.release()
 
     def remove_earlier_displaced(self) -> None:
-        """Delete what an interrupted save of the same hidden name displaced, unless that is the only copy."""
+        """Delete the path that an interrupted save of the same name displaced, unless it is the only copy."""
         if restore_displaced(self.final.parent, self.name):
             for path in (self.displaced_path, self.removal_path):
                 directory_trees.remove_tree(path)

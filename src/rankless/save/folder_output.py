@@ -73,7 +73,7 @@ class _Samples(msgspec.Struct, frozen=True, array_like=True):
 
 @prepared
 class _BegunFolder(msgspec.Struct, frozen=True, array_like=True):
-    """The pending directory that rank 0 has created: the run and the id in its name, and what all ranks must know.
+    """The pending directory that rank 0 has created: the run and the id in its name, and facts for all ranks.
 
     ``whole`` are the files, by number, that may be unchanged, and ``partial`` the files with some tensors that may be.
     """

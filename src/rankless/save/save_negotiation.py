@@ -264,7 +264,7 @@ def name_differing(session: Session, agreement: SaveAgreement) -> list[str]:
 
 
 def describe_differing(names: Sequence[str], outcome: str) -> str:
-    """Return a warning about values that differ between ranks; ``outcome`` says which value is stored."""
+    """Return a warning about values that differ between ranks; ``outcome`` says which ones count."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"ranks hold different values of {', '.join(names[:_SHOWN])}{more}: {outcome}"
 

@@ -150,7 +150,7 @@ class Content(Protocol[Saved_co]):
         """Write the files, and publish them when all ranks have written theirs."""
 
     def follow_up(self) -> Saved_co:
-        """Do what is left after the commit, and return the result. Contents with :attr:`has_follow_up` have it."""
+        """Do the rest after the commit, and return the result. Contents with :attr:`has_follow_up` have it."""
 
     def mark_returned(self) -> float:
         """Record that the call returns to the caller, and return for how many seconds it blocked.
@@ -189,7 +189,7 @@ class SaveOperation(Generic[Result]):
         self.content.verify_copies()
 
     def finish(self, on_committed: Callable[[], None] = lambda: None) -> Result:
-        """Write, commit, and do what follows. ``on_committed`` is called before the rest, if there is some.
+        """Write, commit, and do the rest. ``on_committed`` is called before the rest, if there is some.
 
         Then the next save may begin.
         """

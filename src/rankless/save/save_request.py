@@ -104,7 +104,7 @@ class SaveRequest(msgspec.Struct, frozen=True):
             self.keep.check_requirements(self.step, self.metrics)
 
     def check_destination(self) -> None:
-        """Raise ``TagExistsError`` on rank 0 if the tag is taken, and the save must not replace what has it.
+        """Raise ``TagExistsError`` on rank 0 if the tag is taken, and the save must not replace its checkpoint.
 
         Raises ``SupersededError`` instead if another job has continued the run.
 

@@ -59,7 +59,7 @@ from rankless.state.step_only_tensors import step_only_tensors
 if TYPE_CHECKING:
     from rankless.tier.job import TierJob
 
-#: The text of a warning about values that differ between ranks: which of them is stored.
+#: The text of a warning about values that differ between ranks: which ones ranks get back.
 _STORED_BY_RANK = (
     "each rank gets its own back on as many ranks with the same layout; in any other, all get rank 0's; of an "
     "optimizer all get the states that any rank has"
@@ -246,7 +246,7 @@ class TrainingContent:
         return _encode(_OpenedSave(self.identity, begun))
 
     def _join_output(self, raw: bytes) -> None:
-        """Take part in what rank 0 has opened. All ranks call it after the vote; it may end in another one."""
+        """Join the output that rank 0 has opened. All ranks call it after the vote; it may end in another one."""
         opened = msgspec.msgpack.decode(raw, type=_OpenedSave)
         self.accept_identity(opened.identity)
         self.output.join(opened.begun)

@@ -81,7 +81,7 @@ def has_no_files(path: Path) -> bool:
 
 
 def _list_files(path: Path) -> Iterator[str]:
-    """Yield the names of all files and links below a directory. ``Path.rglob`` skips what this user may not list."""
+    """Yield the names of all files and links below a directory. ``Path.rglob`` skips unreadable folders."""
     for folder, folders, files in os.walk(path, onerror=partial(_raise_unless_gone, path)):
         links = (name for name in folders if Path(folder, name).is_symlink())
         yield from (str(Path(folder, name).relative_to(path)) for name in (*files, *links))
@@ -95,7 +95,7 @@ def _raise_unless_gone(path: Path, error: OSError) -> None:
 
 
 def find_obstacle(folder: Path, names: Iterable[str]) -> str | None:
-    """Return a folder that is where a file with one of the names goes, or what else is where a folder of it goes."""
+    """Return a folder in the place of a file of these names, or another entry in the place of their folders."""
     with wrap_os_errors("list", folder):
         for name in sorted(names):
             if (folder / name).is_dir():

@@ -578,7 +578,7 @@ def walk_files(path: Path) -> list[Path]:
 
 
 def iterate_files(folder: Path) -> Iterator[Path]:
-    """Yield what is no directory in a directory and below it, those near the top first. Links are not followed."""
+    """Yield all but directories in a directory and below it, entries near the top first. Links are not followed."""
     folders = deque([folder])
     while folders:
         folder, found = folders.popleft(), []

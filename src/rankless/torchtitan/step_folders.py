@@ -1,4 +1,4 @@
-"""The folder of a run of torchtitan: what its folders ``step-N`` hold, where a run starts, and what a save replaces.
+"""The folder of a run of torchtitan: the contents of folders ``step-N``, starts of runs, replaced folders.
 
 torchtitan's own manager saves under the same names, so there may be checkpoints of both, and exports of the weights.
 

@@ -72,7 +72,7 @@ class WeightsUpdateInfo:
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """The status of a worker: the version that it serves, that which it has prepared, and what went wrong."""
+    """The status of a worker: the version that it serves, the one that it has prepared, and its error."""
 
     state: str = IDLE
     version: int = 0

@@ -75,7 +75,7 @@ class AzureSigner(Protocol):
 
 
 def make_signer(account: str, credentials: str | TokenFunction | None) -> AzureSigner:
-    """Return the signer for an account key, a shared access signature, a function, or what Azure's tools find."""
+    """Return the signer for an account key, a shared access signature, a function, or Azure's tools."""
     if not isinstance(credentials, str):
         return BearerSigner(credentials)
     return SasSigner(credentials) if is_sas(credentials) else SharedKeySigner(account, base64.b64decode(credentials))

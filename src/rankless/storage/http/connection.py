@@ -111,7 +111,10 @@ class _Connection(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Return whether the server has not closed it. What an idle connection receives is its end, or no answer."""
+        """Return whether the server has not closed it.
+
+        An idle connection receives its end, or bytes that are no answer: both count as closed.
+        """
         if self.http.sock is None:
             return False
         poll = select.poll()
