@@ -70,7 +70,7 @@ class Trace:
 
     @property
     def path(self) -> Path:
-        """The file of this rank."""
+        """The file of this rank. For example, ``save.rank3.json`` on rank 3 for ``save.json``."""
         rank, size = self._ranks
         return self._given if size == 1 else self._given.with_suffix(f".rank{rank}{self._given.suffix}")
 

@@ -97,7 +97,10 @@ class SafetensorsOutput:
 
 
 class AdapterOutput:
-    """The file of an adapter in a folder of its own. The names of its tensors begin with the folder and a slash."""
+    """The file of an adapter in a folder of its own. The names of its tensors begin with the folder and a slash.
+
+    For example, ``fr/base_model.model.q.lora_A.weight`` of the folder ``fr``.
+    """
 
     def __init__(self, folder: str, data: DataFile) -> None:
         self._prefix, self._file = f"{folder}/", SafetensorsOutput(data)

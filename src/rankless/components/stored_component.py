@@ -48,7 +48,7 @@ class StoredComponent:
     ``kind`` names the component. ``tensors`` are the tensors to store, and ``origins`` says where the bytes of each
     come from. ``tied`` maps further names to stored ones. ``values`` are encoded as in ``state.json``. ``companions``
     are small files that are stored next to a model or an adapter, by their path in the folder. ``notes`` are entries of
-    the metadata of each safetensors file.
+    the metadata of each safetensors file. For example, ``tied`` maps ``lm_head.weight`` to ``embed.weight``.
     """
 
     kind: str
@@ -117,7 +117,10 @@ class StoredComponent:
 def stored_component(
     kind: str, global_spec: GlobalSpec, values: Mapping[str, Any], companions: Mapping[str, bytes], prefix: str
 ) -> StoredComponent:
-    """Return the content of a component that all ranks hold together. ``prefix`` is put before parameter names."""
+    """Return the content of a component that all ranks hold together. ``prefix`` is put before parameter names.
+
+    For example, with the prefix ``net.`` the file has ``net.0.weight`` for ``0.weight``.
+    """
     # Sorted by name: pipeline stages only know the order of their own tensors.
     stored = (
         stored_tensors(name, tensor.info, tensor.splits)

@@ -62,7 +62,10 @@ class ConversionSource:
 
 
 class FileSpan(NamedTuple):
-    """Bytes ``[start, stop)`` of a tensor, which are stored in the file of this number from byte ``offset`` on."""
+    """Bytes ``[start, stop)`` of a tensor, which are stored in the file of this number from byte ``offset`` on.
+
+    For example, a tensor of a ``torch.save`` file that is stored as a whole is one span from 0 to its size.
+    """
 
     file: int
     offset: int

@@ -59,7 +59,7 @@ class TensorFilter:
     adapters: str = NO_ADAPTERS
 
     def is_selected(self, name: str) -> bool:
-        """Return whether a parameter or buffer is selected."""
+        """Return whether a parameter or buffer is selected. For example, ``layers.*`` selects ``layers.0.weight``."""
         wanted = not self.include or any(fnmatchcase(name, pattern) for pattern in self.include)
         return wanted and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 

@@ -67,7 +67,8 @@ def split_by_use(views: Mapping[int, Sequence[StridedView]], gap: int) -> list[S
 def iterate_stripes(tensor: int, region: SharedRegion, turn: int) -> Iterator[SharedStripe]:
     """Yield the stripes of a shared region, which its ranks own in turn, from the one of ``turn`` on.
 
-    A stripe is a whole block, if possible, so that its owner verifies it alone.
+    A stripe is a whole block, if possible, so that its owner verifies it alone. For example, two ranks own the blocks
+    of a region alternately.
     """
     start, ranks = region.range.start, region.ranks
     while start < region.range.stop:

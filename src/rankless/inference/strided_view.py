@@ -26,7 +26,8 @@ class StridedView(NamedTuple):
     """Elements of a stored tensor, in bytes from its start.
 
     ``dimensions`` are sorted by falling stride, and each index of a dimension has all of its elements before the
-    elements of the next index. See :func:`describe_view`.
+    elements of the next index. See :func:`describe_view`. For example, the second column of a float32 matrix of shape
+    (3, 4) begins at byte 4, and has one dimension of size 3 and stride 16.
     """
 
     offset: int
@@ -93,7 +94,10 @@ def describe_view(
 
 
 def join_spans(spans: Iterator[ElementRange] | Sequence[ElementRange], gap: int) -> list[ElementRange]:
-    """Return ranges in ascending order that contain all spans, joined over at most ``gap`` bytes between them."""
+    """Return ranges in ascending order that contain all spans, joined over at most ``gap`` bytes between them.
+
+    For example, bytes 0 to 10 and 12 to 20 become one range with a gap of 2.
+    """
     joined: list[ElementRange] = []
     for span in merge_ranges(sorted(spans)):
         if joined and span.start - joined[-1].stop <= gap:

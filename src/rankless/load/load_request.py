@@ -34,7 +34,8 @@ class LoadRequest(msgspec.Struct, frozen=True):
     edit has made the checkpoint. ``reader_adapter`` wraps the result in another reader, which renames or joins its
     tensors; ``reader_adapter_text`` describes it. ``local``: the options of the local tier, as text. ``token``: the
     job's token, which rank 0 passes on. ``resume``: as the caller passed it. ``goes_back_once``: if the run went back
-    to the checkpoint of the tag already, load the latest one.
+    to the checkpoint of the tag already, load the latest one. For example, ``runs/a`` with the tag ``step_10``, or
+    ``runs/a/step_10`` without one.
     """
 
     path: Path

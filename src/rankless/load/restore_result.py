@@ -77,7 +77,10 @@ class RestoreResult:
     base: LoadedBase | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
-        """Return a line for a log that describes the load."""
+        """Return a line for a log that describes the load.
+
+        For example, ``runs/a/step_10 (step 10), saved by 8 ranks, loaded on 4 ranks, every byte verified``.
+        """
         step = "" if self.step is None else f" (step {self.step:g})"
         saved = f", saved by {_count_ranks(self.saved_ranks)}" if self.saved_ranks else ""
         tier = ", from the local tier" if self.source == "local tier" else ""

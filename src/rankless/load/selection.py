@@ -101,7 +101,7 @@ class SkippedCheckpoints(msgspec.Struct, frozen=True):
 
     ``corrupt`` checkpoints have other bytes than were saved. ``mismatched`` ones are intact, but do not match the
     caller's objects. ``unreadable`` ones are in a newer format, or may not be read. ``reasons`` has an error message
-    for each corrupt one.
+    for each corrupt one. For example, ``step_30`` is corrupt, and ``step_20`` is loaded.
     """
 
     corrupt: tuple[str, ...] = ()
@@ -122,7 +122,10 @@ class SkippedCheckpoints(msgspec.Struct, frozen=True):
         return cls(tuple(corrupt), mismatched, unreadable, tuple(corrupt.values()))
 
     def describe(self) -> str:
-        """Describe the skipped checkpoints as part of a sentence. Return an empty text if there are none."""
+        """Describe the skipped checkpoints as part of a sentence. Return an empty text if there are none.
+
+        For example, ``step_30 is corrupt``.
+        """
         reasons = (
             (self.corrupt, "is corrupt", "are corrupt"),
             (self.mismatched, "does not match the objects passed", "do not match the objects passed"),

@@ -61,7 +61,10 @@ class PendingOutput(Protocol):
 
 
 class LocalOutput:
-    """A directory for temporary files of this host. Its contents are uploaded to a path in an object store."""
+    """A directory for temporary files of this host. Its contents are uploaded to a path in an object store.
+
+    For example, ``/tmp/rankless-1000`` has one for each upload of the user 1000.
+    """
 
     def __init__(self, final: ObjectPath) -> None:
         self._final = final

@@ -63,7 +63,10 @@ class Cadence(Protocol):
 
 
 class EveryStep(msgspec.Struct, frozen=True):
-    """Saves each step that is a multiple of a number; never if that is 0."""
+    """Saves each step that is a multiple of a number; never if that is 0.
+
+    For example, with 1000 it saves the steps 1000 and 2000.
+    """
 
     number: int
 
@@ -149,7 +152,10 @@ class CostOfSaves:
 
 
 def best_interval(cost: float, seconds_per_failure: float) -> float:
-    """Return the seconds between two saves that cost a training least time, if a save costs ``cost`` seconds."""
+    """Return the seconds between two saves that cost a training least time, if a save costs ``cost`` seconds.
+
+    For example, 200 seconds if a save costs 2 seconds and a failure comes every 10,000 seconds.
+    """
     return max(min(math.sqrt(2 * cost * seconds_per_failure), _MOST_SECONDS), cost / _MAX_OVERHEAD)
 
 

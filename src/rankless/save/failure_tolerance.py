@@ -47,7 +47,10 @@ class FailureTolerance:
         return cls(max_unsaved.total_seconds(), warns=warns)
 
     def describe(self) -> dict[str, str]:
-        """Return the arguments as text: all ranks must have the same, or some would wait for others."""
+        """Return the arguments as text: all ranks must have the same, or some would wait for others.
+
+        For example, ``on_failure`` is ``warn``.
+        """
         return {"on_failure": "warn" if self._warns else "raise", "max_unsaved": repr(self._max_seconds)}
 
     def note_durable(self) -> None:

@@ -309,7 +309,10 @@ class GenerationContent:
 
 
 def split_at_pages(ranges: Sequence[FileRange]) -> tuple[list[FileRange], list[FileRange]]:
-    """Return the parts of ranges in pages of files that they fill, and the other parts."""
+    """Return the parts of ranges in pages of files that they fill, and the other parts.
+
+    For example, with pages of 4096 bytes, bytes 4000 to 9000 of a file fill the page from 4096 to 8192.
+    """
     whole: list[FileRange] = []
     edges: list[FileRange] = []
     for run in _contiguous_runs(ranges):

@@ -9,7 +9,8 @@
 
 With ``staging="overlapped"`` the caller promises that only optimizer steps change parameters. Then frozen parameters
 that torch has not seen change are trusted in the third step, so that the call returns early. They are hashed in the
-background, before anything is committed.
+background, before anything is committed. For example, in a fine-tuning with a frozen encoder, the files of the encoder
+stay links.
 
 Both outputs have one on every rank. The first and third step run in the thread of the caller, the check of trusted
 parameters in the thread of the save. A byte that is not written must have been hashed for this save, or be checked

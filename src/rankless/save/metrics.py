@@ -45,7 +45,7 @@ def check_metrics(metrics: object) -> None:
 def read_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
     """Return metrics as the manifest stores them: those that are not finite are ``None``.
 
-    Raises ``InvalidArgumentError``.
+    Raises ``InvalidArgumentError``. For example, ``{"loss": nan}`` becomes ``{"loss": None}``.
     """
     check_metrics(metrics)
     numbers = {

@@ -92,7 +92,7 @@ class SavedContent(Protocol):
         """
 
     def build_small_files(self, payloads: Sequence[bytes]) -> Mapping[str, bytes]:
-        """Return the files without tensor data, by name, on rank 0."""
+        """Return the files without tensor data, by name, on rank 0. For example, ``state.json``."""
 
     def begin_commit(self, folder: Path | None = None, payloads: Sequence[bytes] = ()) -> None:
         """Note on rank 0 that all ranks have written theirs.

@@ -94,7 +94,8 @@ class _GlobalDecision(msgspec.Struct, frozen=True):
     ``key`` identifies the plan. ``spec_directory`` is ``None`` if all ranks have this plan in their caches.
     ``value_ranks`` are the ranks that must send their values, or empty if all values are equal. ``host_runs`` are the
     hosts of consecutive ranks: the number of a host, and the number of ranks on it. ``differing`` are the names of
-    values that only rank 0 stores and that differ between ranks. ``opened`` is the result of :class:`EarlyOpening`.
+    values that only rank 0 stores and that differ between ranks. ``opened`` is the result of :class:`EarlyOpening`. For
+    example, ``host_runs`` of ``[(0, 8), (1, 8)]`` means ranks 0 to 7 on host 0, and 8 to 15 on host 1.
     """
 
     key: bytes

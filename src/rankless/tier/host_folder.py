@@ -399,7 +399,10 @@ def _lock_if_dead(path: Path) -> FileLock | None:
 
 
 def _is_tier_name(name: str) -> bool:
-    """Return whether a file has the name of one of a tier: of an owner also the draft, or a writer's slot or lock."""
+    """Return whether a file has the name of one of a tier: of an owner also the draft, or a writer's slot or lock.
+
+    For example, a name that ends with ``.data`` is one.
+    """
     is_writers = name.endswith((DATA_SUFFIX, LOCK_SUFFIX))
     return is_writers or name.startswith(_OWNER) or parse_generation_name(name) is not None
 

@@ -68,7 +68,10 @@ def parse_generation_name(name: str) -> GenerationKey | None:
 
 
 def parse_part_name(name: str, kind: str = "part") -> PartName | None:
-    """Parse a ``PartName.name``, or with the kind ``"parity"`` its parity's. Return ``None`` for any other name."""
+    """Parse a ``PartName.name``, or with the kind ``"parity"`` its parity's. Return ``None`` for any other name.
+
+    For example, the rank is 3 if the name ends with ``.000003-of-000008.part``.
+    """
     match, key = _NAME.fullmatch(name), parse_generation_name(name)
     if match is None or key is None or match["kind"] != kind or match["draft"] is not None:
         return None

@@ -1,6 +1,7 @@
 """The slots of the local tier: files that this process maps, and that saves are staged into in turn.
 
-Memory is reserved before the first byte is copied (:mod:`rankless.storage.mapped_file`).
+Memory is reserved before the first byte is copied (:mod:`rankless.storage.mapped_file`). For example, the first slot of
+a process is the file ``WRITER-00.data``.
 
 A process needs three slots: one with a generation that is being drained, one with the newest complete generation, and
 one for the save in progress. Slots are used again: fresh pages would cost more than the copy.

@@ -196,7 +196,10 @@ def _check_names(model: nn.Module, opened: _Opened) -> None:
 
 
 def _is_place(name: str) -> bool:
-    """Return whether a name is a URL, or a checkpoint or run directory: vLLM knows folders and models of the Hub."""
+    """Return whether a name is a URL, or a checkpoint or run directory: vLLM knows folders and models of the Hub.
+
+    For example, ``s3://models/llama`` is one, and ``meta-llama/Llama-3.1-8B`` is a name of the Hub.
+    """
     path = Path(name)
     if "://" in name or is_file(path):
         return True

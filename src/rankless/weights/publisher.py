@@ -120,7 +120,8 @@ class WeightPublisher:
         """Publish the weights of a model as the next version. Every rank calls it.
 
         The first call of a job publishes an anchor, and so does the first one after the training went back, or if the
-        tensors of the model or its configuration have changed.
+        tensors of the model or its configuration have changed. For example, a model with one more layer than in the
+        version before is published as an anchor.
 
         Args:
             model: A module in any layout, or a state dict. A list holds the modules of one model.

@@ -46,7 +46,10 @@ class WeightsDirectory:
     is_known: bool = False
 
     def check_replaceable(self) -> None:
-        """Raise ``InvalidArgumentError`` if the path is a file, a bucket as a whole, or has checkpoints."""
+        """Raise ``InvalidArgumentError`` if the path is a file, a bucket as a whole, or has checkpoints.
+
+        For example, ``s3://bucket`` is refused, and ``s3://bucket/weights`` is not.
+        """
         if store_of(self.path).is_bucket(self.path):
             raise InvalidArgumentError(f"{self.path} is a whole bucket: publish into a folder in it")
         if not self.is_known:
@@ -126,7 +129,8 @@ def remove_unpublished(directory: Path, key: VersionKey) -> None:
 def remove_abandoned(directory: Path) -> None:
     """Remove the folders of dead publishers: no manifest names them, and nothing in them has changed for an hour.
 
-    Those with the number of a manifest that cannot be read stay.
+    For example, ``anchor-12-0123456789abcdef`` of a publisher that was killed. Folders with the number of a manifest
+    that cannot be read stay.
     """
     store = store_of(directory)
     names = [folder.name for folder in store.list_subdirectories(directory)]
