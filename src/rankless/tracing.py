@@ -123,7 +123,7 @@ class Trace:
 
 
 def merge_traces(output: str | PathLike[str], traces: Iterable[str | PathLike[str]]) -> None:
-    """Write several traces into one file. Each rank is a process there.
+    """Write several traces into one file, with a process for each rank.
 
     Traces of ``torch.profiler`` may be among them: times are of the same clock. Their processes and devices get new
     numbers where ranks have the same ones. The clocks of several hosts differ, by milliseconds if they are

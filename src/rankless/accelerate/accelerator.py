@@ -36,7 +36,7 @@ _REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the package has no types
-    """Accelerate's ``Accelerator``. Its ``save_state`` and ``load_state`` use checkpoints of rankless.
+    """Accelerate's ``Accelerator`` with checkpoints of rankless in ``save_state`` and ``load_state``.
 
     Args:
         args: The positional arguments of ``accelerate.Accelerator``.

@@ -19,7 +19,7 @@ class Destination:
     """The final path of a component. If ``folder`` is true, it is a directory, otherwise a file.
 
     ``keeps_others``: files in the directory that do not belong to the component are kept. All fields must be equal on
-    all ranks. For example, a save of ``model.safetensors`` is to a file.
+    all ranks.
     """
 
     path: Path

@@ -64,5 +64,5 @@ def _describe_source(source: CardSource) -> Iterator[tuple[str, str]]:
 
 
 def _escape_cell(text: str) -> str:
-    """Return a text that stays in one cell of a table. For example, ``a|b`` becomes ``a\|b``."""
+    """Return a text that stays in one cell of a table. For example, a line feed becomes a space."""
     return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())

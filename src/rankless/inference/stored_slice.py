@@ -16,7 +16,7 @@ from rankless.state.tensor_views import DTYPES
 
 
 class StoredSlice:
-    """A stored tensor. Its parts are read when they are asked for, as with safetensors' ``get_slice``.
+    """A stored tensor that is read in parts, when they are asked for, as with safetensors' ``get_slice``.
 
     ``slice[index]`` returns a plain tensor in host memory, and reads just its elements. Any thread may ask.
 
