@@ -125,7 +125,7 @@ class RunDirectory:
         self._keep, self._async_save = as_policy(keep), check_flag("async_save", async_save)
         #: The checkpoints that each save keeps besides: one with states that only it has.
         self.kept_besides: Retention | None = None
-        #: The policy after the newest save, which may be drained later.
+        #: The retention policy of the newest save, which may be drained later.
         self._newest_keep = self._keep
         self._process_group, self._timeout = check_process_group(process_group), check_timeout(timeout)
         self._plans = SavePlanCache()

@@ -117,7 +117,7 @@ class Numbering:
     """The highest sequence number that this process has given to a checkpoint in a local tier of a run directory.
 
     Processes that are forked from it share the number: they save as a part of its job, and no list of a directory in
-    memory shows checkpoints that another one has saved and removed.
+    memory shows a checkpoint that another one has saved if that was removed.
     """
 
     def __init__(self) -> None:
