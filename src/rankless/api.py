@@ -34,7 +34,7 @@ _MAX_DEFAULTS = 16
 
 
 class _DefaultDirectories:
-    """The most recently used default run directories. They share what this process has loaded and saved."""
+    """The most recently used default run directories. They share the memory of this process's loads and saves."""
 
     def __init__(self) -> None:
         self._directories: dict[_Settings, RunDirectory] = {}
@@ -60,14 +60,14 @@ class _DefaultDirectories:
         return directory
 
     def drain(self) -> None:
-        """Write what only a local tier has into its run directory."""
+        """Write checkpoints that only a local tier has into its run directory."""
         failures = DeferredErrors()
         for directory in self._directories.values():
             failures.run(directory.drain)
         failures.raise_first()
 
     def clear(self) -> None:
-        """Forget all run directories, and what was loaded and saved."""
+        """Forget all run directories, and their loads and saves."""
         self._directories, self._memory = {}, JobMemory()
 
 
@@ -116,7 +116,7 @@ def save_checkpoint(  # noqa: PLR0917 - the objects in the order of restore(), w
         process_group: The ranks that save; by default the default group. ``"self"``: this process alone.
         timeout: For how many seconds ranks wait for each other.
         local: The local tier: a folder of each host, or a ``LocalTier``.
-        options: What few need: ``help(rankless.SaveOptions)`` has it all.
+        options: Options that few need: ``help(rankless.SaveOptions)`` has it all.
         more: Single fields of ``SaveOptions``, such as ``staging``.
 
     Returns:
@@ -163,12 +163,12 @@ def load_checkpoint(
 ) -> Any:
     """Return ``restore(...).user_content``: load a checkpoint in place and return its user content.
 
-    The arguments and errors are those of :func:`restore`, which also returns ``per_rank_content`` and a report of what
-    was loaded. ``help(rankless.LoadOptions)`` documents ``options``.
+    The arguments and errors are as in :func:`restore`, which also returns ``per_rank_content`` and a report of the
+    load. ``help(rankless.LoadOptions)`` documents ``options``.
 
     Returns:
         The user content, or ``None`` if the checkpoint has none. If the checkpoint has ``per_rank_content`` and an
-        optimizer or data loader is passed, the function warns, because it does not return that.
+        optimizer or data loader is passed, the function warns, because it does not return this content.
     """
     with collective_call(process_group, timeout):
         directory = _defaults.get_directory((parse_location(path), timeout, process_group, as_local_tier(local)))
@@ -200,34 +200,34 @@ def restore(
 ) -> RestoreResult:
     """Load a checkpoint in place, on any ranks and in any layout, on all ranks.
 
-    What is requested and not in the checkpoint is an error, before anything is
+    A requested part that the checkpoint lacks is an error, before anything is
     changed. With ``strict`` and ``allow_missing`` of the options it is a warning.
 
     Args:
-        path: A run directory, or one checkpoint of any format, or a URL. What
-            contains rankless checkpoints counts as a run directory.
+        path: A run directory, or one checkpoint of any format, or a URL. A folder
+            that contains rankless checkpoints counts as a run directory.
         tag: The tag, an alias, ``best(...)`` or ``LATEST``, the default.
-        model: A module or a state dict whose tensors are filled in place.
+        model: A module, or a state dict with tensors to fill in place.
         optimizer: An optimizer. Its state is created if it never stepped.
-        scheduler: An object whose ``load_state_dict`` is called.
+        scheduler: An object with ``load_state_dict``, which is called.
         dataloader: As ``scheduler``. For another number of ranks it needs
             ``load_state_dicts``, as ``ResumableLoader`` has.
-        stateful: Objects whose ``load_state_dict`` is called, by name.
+        stateful: Objects with ``load_state_dict``, by name.
         process_group: The ranks that load; by default the default group. ``"self"``: this process alone.
         timeout: For how many seconds ranks wait for each other.
         local: The local tier, as in ``save_checkpoint``. If it has a newer
             checkpoint, that is loaded, and then written into the run directory.
-        options: What few need: ``help(rankless.LoadOptions)`` has it all.
+        options: Options that few need: ``help(rankless.LoadOptions)`` has it all.
         more: Single fields of ``LoadOptions``, such as ``strict``.
 
     Returns:
-        The user content, the per-rank content, and what was loaded.
+        The user content, the per-rank content, and a report of the load.
 
     Raises:
         NoCheckpointError: There is no checkpoint.
         CheckpointReplacedError: Others replace it faster than it can be loaded.
         MismatchError: Names, shapes, dtypes or param groups do not match.
-        CorruptCheckpointError: Stored bytes differ from what was saved.
+        CorruptCheckpointError: Stored bytes differ from the saved ones.
         RanklessError: Further ones as in ``save_checkpoint``.
     """
     with collective_call(process_group, timeout):
@@ -246,7 +246,7 @@ def restore(
 def finalize() -> None:
     """Wait for all background saves of this process, and for statistics that they compute.
 
-    With a local tier, all ranks must call it: what only the tier has is written into the run directory.
+    With a local tier, all ranks must call it: checkpoints that only the tier has are written into the run directory.
 
     Raises:
         Exception: The error of the first save that failed, after all saves have ended. Each error is raised once: if
@@ -265,8 +265,9 @@ def finalize() -> None:
 def add_metrics(path: str | PathLike[str], tag: TagArgument, metrics: Mapping[str, Any]) -> CheckpointInfo:
     """Add metrics to a finished checkpoint, such as the score of an evaluator. Call it on one rank.
 
-    They count like those of the save: for :func:`best`, for :class:`KeepBest`, and in lists. The checkpoint itself does
-    not change: each added metric is a hidden file next to it, which a copy of the checkpoint's directory alone lacks.
+    They count like metrics of the save: for :func:`best`, for :class:`KeepBest`, and in lists. The checkpoint itself
+    does not change: each added metric is a hidden file next to it, which a copy of the checkpoint's directory alone
+    lacks.
 
     Args:
         path: The run directory.

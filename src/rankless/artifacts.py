@@ -26,7 +26,7 @@ from rankless.view import Checkpoint
 #: The prefix of the tags of a model of MLflow.
 _PREFIX = "rankless."
 
-#: The tag of a model of MLflow whose files are elsewhere.
+#: The tag of a model of MLflow that has its files elsewhere.
 _IS_EXTERNAL = "mlflow.model.isExternal"
 
 #: The most characters of names and aliases that both systems accept.
@@ -38,7 +38,7 @@ _METRIC_CHARACTERS = 250
 
 @dataclass(frozen=True)
 class _Reference:
-    """The content of an artifact: where a checkpoint is, which one it is, and what it contains."""
+    """The content of an artifact: the place of a checkpoint, its identity, and its contents."""
 
     path: str
     tag: str
@@ -86,8 +86,8 @@ def log_wandb_artifact(
     Args:
         path: A checkpoint, or a run directory.
         tag: As in :func:`rankless.open`.
-        name: The name of the artifact, of which each checkpoint is a version; by default ``checkpoint-`` and the id of
-            the run of W&B.
+        name: The name of the artifact: each checkpoint is a version of it; by default ``checkpoint-`` and the id of the
+            run of W&B.
         aliases: Aliases of this version, besides the tag of the checkpoint. W&B accepts no ``/`` and ``:``; in the tag
             they become ``_``.
         run: A run of ``wandb.init``; by default the current one.
@@ -123,18 +123,17 @@ def log_mlflow_model(
 ) -> Any:
     """Log an external model of MLflow that refers to a checkpoint.
 
-    An external model is what MLflow has for a model whose files are elsewhere: it is in the list of the models of the
-    run, and can be searched for by its metrics. A data set is an input of a run, and a file of metadata cannot be
-    searched for. The model is of type ``checkpoint``; its tags are ``rankless.path``,
-    ``rankless.tag``, ``rankless.id``, ``rankless.step``, ``rankless.format`` and ``rankless.nbytes``. The metrics of
-    the checkpoint that are finite become metrics of the model; characters that MLflow does not accept in their names
-    become ``_``. This needs MLflow 3.
+    MLflow has external models for models that have their files elsewhere: it is in the list of the models of the run,
+    and can be searched for by its metrics. A data set is an input of a run, and a file of metadata cannot be searched
+    for. The model is of type ``checkpoint``; its tags are ``rankless.path``, ``rankless.tag``, ``rankless.id``,
+    ``rankless.step``, ``rankless.format`` and ``rankless.nbytes``. The metrics of the checkpoint that are finite become
+    metrics of the model; characters that MLflow does not accept in their names become ``_``. This needs MLflow 3.
 
     Args:
         path: A checkpoint, or a run directory.
         tag: As in :func:`rankless.open`.
-        name: The name of the model; by default the tag, in which characters that MLflow does not accept become ``_``.
-        run_id: The id of a run of MLflow; by default that of the active run of this thread.
+        name: The name of the model; by default the tag. Characters that MLflow does not accept become ``_``.
+        run_id: The id of a run of MLflow; by default the active run of this thread.
 
     Returns:
         The ``mlflow.entities.LoggedModel``; ``None`` on other ranks than the first.
@@ -209,10 +208,16 @@ def _read_reference(artifact: Any) -> tuple[str, str, str]:
 
 
 def _clean_name(tag: str, refused: str) -> str:
-    """Return a tag as a name without characters that are refused."""
+    """Return a tag as a name without characters that are refused.
+
+    For example, ``a/b`` with ``/:`` refused becomes ``a_b``.
+    """
     return "".join("_" if character in refused else character for character in tag)[:_NAME_CHARACTERS]
 
 
 def _clean_metric(name: str) -> str:
-    """Return the name of a metric in MLflow, which may treat it as the path of a file."""
+    """Return the name of a metric in MLflow, which may treat it as the path of a file.
+
+    For example, ``a/../b@1`` becomes ``a/_../b_1``.
+    """
     return re.sub(r"(^|/)(?=[./]|$)", r"\1_", re.sub(r"[^\w\-. /]", "_", name))[:_METRIC_CHARACTERS]

@@ -82,7 +82,7 @@ class Checkpointer:
         stateful: Further objects with ``state_dict`` and ``load_state_dict``, by name. :meth:`register` adds others.
         save_every: :meth:`step` saves each step that is a multiple of this number; or, for a ``timedelta``, the step
             that is nearest to so long after the last save, by the clock of rank 0; or, for ``"auto"``, at the interval
-            that costs the training least time, from what its saves cost and how often it was resumed
+            that costs the training least time, from the cost of its saves and how often it was resumed
             (:mod:`rankless.save.cadence`). By default it saves none of them: then checkpoints come from :meth:`save`,
             from signals, and from the end of the ``with`` block.
         save_model_every: :meth:`step` also saves the weights alone, at each multiple of this number, or for a
@@ -100,9 +100,9 @@ class Checkpointer:
         timeout: The number of seconds that ranks wait for each other before all of them fail.
         local: The local tier: a folder of each host, such as ``"/dev/shm/job"``, or a :class:`rankless.LocalTier`.
         replica_groups: The name of the job, if several process groups hold the same training state, such as torchft's
-            replica groups, and any of them may save: what they save is the work of one job, and the highest step is the
-            latest. All groups pass the same name, and a later job another one, such as the id that its scheduler has
-            given to it. Not with ``local``.
+            replica groups, and any of them may save: their checkpoints are the work of one job, and the highest step is
+            the latest. All groups pass the same name, and a later job another one, such as the id that its scheduler
+            has given to it. Not with ``local``.
         on_failure: ``"warn"``: if storage fails in a save that :meth:`step` has begun, the training goes on with a
             warning, and the next save tries again. The last save of a ``with`` block raises its error in any case. With
             ``local``, :class:`rankless.LocalTier` has this argument.
@@ -175,13 +175,13 @@ class Checkpointer:
         self._process_group, self._timeout = process_group, timeout
         self._stop: Preemption | None = None
         self._has_begun = self._is_stopping = self._is_prepared = self._is_in_block = False
-        #: The last completed step, and the last one of which this object knows a checkpoint.
+        #: The last completed step, and the last one that this object knows a checkpoint of.
         self._last, self._saved = 0, 0
         #: Whether anything was saved since the last :meth:`resume`.
         self._has_saved = False
         #: The save of the step :attr:`_saved`, if this process has made it.
         self._handle: SaveHandle[CheckpointInfo] | None = None
-        #: What the last call of :meth:`step` wants to be saved with it.
+        #: The values of the last call of :meth:`step` to save with it.
         self._pending: dict[str, Any] = {}
 
     @property
@@ -195,7 +195,7 @@ class Checkpointer:
         return self._last
 
     def register(self, name: str, stateful_object: Any) -> None:
-        """Add an object to what is saved and resumed: an average of weights, a loss scaler, anything with a state.
+        """Add an object to the saved and resumed state: an average of weights, a loss scaler, anything with a state.
 
         After :meth:`resume` it is loaded at once if the checkpoint has its state: then all ranks must register it.
 
@@ -204,7 +204,7 @@ class Checkpointer:
             stateful_object: An object with ``state_dict`` and ``load_state_dict``.
 
         Raises:
-            InvalidArgumentError: The name is taken or is that of a component, or the object has no state.
+            InvalidArgumentError: The name is taken or names a component, or the object has no state.
             StateError: The checkpoint that was resumed has its state, and something was saved without it meanwhile.
             Exception: The errors of :func:`rankless.restore`.
         """
@@ -232,13 +232,16 @@ class Checkpointer:
         self._directory.restore(restored.tag, stateful={name: stateful_object}, allow_missing=missing_ok)
 
     def _list_untaken(self) -> list[str]:
-        """Return the objects whose states the resumed checkpoint has, and that nothing was registered for."""
+        """Return the names of states that the resumed checkpoint has, and that no object was registered for.
+
+        For example, ``ema`` if ``stateful/ema`` was not requested.
+        """
         names = () if self.restored is None else self.restored.not_requested
         objects = [name.removeprefix("stateful/") for name in names if name.startswith("stateful/")]
         return [name for name in objects if name not in self._registered]
 
     def _keep_untaken(self, tag: str) -> None:
-        """Keep the resumed checkpoint, besides what retention keeps, while nothing else has the state of an object.
+        """Keep the resumed checkpoint, in addition to retention, while nothing else has the state of an object.
 
         Raises ``StateError`` if a save of its own step would replace it. A later step may, with a warning.
         """
@@ -266,7 +269,7 @@ class Checkpointer:
     ) -> int:
         """Load the latest checkpoint, if there is one, into the objects of the training.
 
-        :attr:`restored` then has the user content, and the report of what was loaded.
+        :attr:`restored` then has the user content, and the report of the load.
 
         From now on this job is the one that continues the run: an older job that still saves into it gets
         ``SupersededError``. With a ``tag`` the run goes back: later checkpoints are abandoned. They stay, can be
@@ -278,7 +281,7 @@ class Checkpointer:
                 ``again=True`` to go back once more.
             new_ok: The names of registered objects, or of components such as ``"scheduler"``, that checkpoints may
                 lack because they are new. They keep their state, with a warning.
-            init_from: What a new run begins with: the weights of a model in any format that :func:`rankless.load_model`
+            init_from: The beginning of a new run: the weights of a model in any format that :func:`rankless.load_model`
                 reads, such as a checkpoint of another run or a folder of Hugging Face. It is loaded if the run
                 directory has no checkpoint; a job that is started again goes on. Floating dtypes are cast; the other
                 options of the load hold for it, too.
@@ -336,7 +339,7 @@ class Checkpointer:
             return step
 
     def _begin_with(self, path: str | PathLike[str] | None, options: LoadOptions) -> None:
-        """Load the weights with which a new run begins, if a path was passed. All ranks must pass the same."""
+        """Load the weights that a new run begins with, if a path was passed. All ranks must pass the same."""
         settings = {"init_from": "None" if path is None else str(path)}
         try:
             self._directory.compare_calls(CallDescription("Checkpointer.resume", settings), lambda: None)
@@ -378,7 +381,7 @@ class Checkpointer:
             Whether to leave the training loop: on all ranks at the same step, after a signal.
 
         Raises:
-            InvalidArgumentError: ``step`` is no integer above that of the call before, or a metric is no number.
+            InvalidArgumentError: ``step`` is no integer above the step of the call before, or a metric is no number.
             StateError: The run directory has checkpoints, and :meth:`resume` was not called.
             RankMismatchError: The ranks have different ``save_every`` or ``signals``.
             Exception: The errors of :meth:`rankless.RunDirectory.save` and of :meth:`rankless.Preemption.requested`.
@@ -584,7 +587,10 @@ class Checkpointer:
                 raise InvalidArgumentError(f"new_ok has {name!r}, but this Checkpointer saves {known}")
 
     def _component_names(self) -> Iterable[str]:
-        """Yield the names of the components; of several models or optimizers each."""
+        """Yield the names of the components; of several models or optimizers each.
+
+        For example, ``model/gen`` and ``model/disc`` for a dict of two models.
+        """
         for slot, given in self._components.items():
             if isinstance(given, Mapping) and slot in {"model", "optimizer", "scheduler"}:
                 yield from (f"{slot}/{name}" for name in given)

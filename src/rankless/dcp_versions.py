@@ -1,7 +1,7 @@
 """The differences between the supported versions of torch in ``torch.distributed.checkpoint``.
 
-They are apart from ``torch_versions`` because importing torch's package takes longer than a small save. Each entry says
-from which version on it is not needed.
+They are apart from ``torch_versions`` because importing torch's package takes longer than a small save. Each entry
+names the first version that does not need it.
 
 :mod:`rankless.dcp` imports it.
 """

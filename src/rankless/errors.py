@@ -16,7 +16,7 @@ class InvalidArgumentError(RanklessError, ValueError):
 
 
 class TorchMissingError(RanklessError, ModuleNotFoundError):
-    """PyTorch is not installed, and what was called needs it. Reading checkpoints does not."""
+    """PyTorch is not installed, and the called function needs it. Reading checkpoints does not."""
 
 
 class TorchVersionError(RanklessError, ImportError):
@@ -44,7 +44,7 @@ class UnsupportedValueError(RanklessError, TypeError):
 
 
 class UnsupportedTensorError(RanklessError, TypeError):
-    """A tensor whose dtype, layout or placement cannot be stored."""
+    """A tensor with a dtype, layout or placement that cannot be stored."""
 
 
 class StateError(RanklessError, ValueError):
@@ -100,7 +100,7 @@ class StorageError(RanklessError, OSError):
 
 
 class SpaceShortageError(StorageError):
-    """A folder of the local tier has not enough space: ``needed`` more bytes, of which ``free`` are free."""
+    """A folder of the local tier has not enough space: it needs ``needed`` more bytes, and ``free`` are free."""
 
     def __init__(self, *args: object, needed: int = 0, free: int = 0) -> None:
         super().__init__(*args)
@@ -108,15 +108,15 @@ class SpaceShortageError(StorageError):
 
 
 class UnstableReadError(StorageError):
-    """Bytes that were read do not match their CRC, but a second read of them does: what is stored is intact."""
+    """Bytes that were read do not match their CRC, but a second read of them does: the stored bytes are intact."""
 
 
 class CorruptCheckpointError(RanklessError, ValueError):
-    """Stored bytes differ from what was saved. The message names the file and, if one is affected, the tensor."""
+    """Stored bytes differ from the saved ones. The message names the file and, if one is affected, the tensor."""
 
 
 class ReadBudgetError(CorruptCheckpointError):
-    """A file whose values refer to each other so often that reading them exceeds the budget for a file of its size."""
+    """A file with values that refer to each other so often that a read exceeds the budget for a file of its size."""
 
 
 class UnsafeNameError(CorruptCheckpointError):

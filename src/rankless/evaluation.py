@@ -75,8 +75,8 @@ def _open_pinned(path: str | PathLike[str], tag: TagArgument, stack: ExitStack) 
             pinned_tag = tag_of(checkpoint.path)
             pinned.enter_context(held_pin(parent, pinned_tag, identity.run))
             names = store_of(parent).list_names(parent)
-            # The lock of a host that has died may stay: after some attempts it counts no more. That of an object store
-            # ends by itself, and who holds it looks for pins only once.
+            # The lock of a host that has died may stay: after some attempts it counts no more. A lock in an object
+            # store ends by itself, and its holder looks for pins only once.
             counts = store_of(parent).is_remote or attempt < _ATTEMPTS // 2
             waits = counts and is_being_removed(parent, pinned_tag, identity.run, names)
             if name in names and not waits and holds_checkpoint(checkpoint.path, identity.id):
@@ -98,7 +98,7 @@ def _warn_if_renamed(path: Path, tag: str, checkpoint_id: str) -> None:
         has_tag = not run_store_of(path.parent).names_other(tag, checkpoint_id)
         if has_tag and (holds_checkpoint(path, checkpoint_id) or not store_of(path).path_exists(path)):
             return
-    except RanklessError:  # what was read was verified; only the warning is lost
+    except RanklessError:  # all bytes that were read were verified; only the warning is lost
         return
     warn_caller(
         f"{tag!r} in {path.parent} was saved anew while this process had it pinned, because the training went back to "
@@ -151,7 +151,7 @@ def iterate_new(
 ) -> Iterator[CheckpointInfo]:
     """Yield the latest checkpoint of a run directory, then each one that is the latest when the loop comes back.
 
-    The arguments and errors are those of :func:`wait_for_new`; the iteration ends if no new checkpoint appears within
+    The arguments and errors are as in :func:`wait_for_new`; the iteration ends if no new checkpoint appears within
     ``timeout`` seconds. Retention may remove a checkpoint before the loop has opened it, unless it is pinned: see
     :func:`iterate_pinned`. At its end it says why: in the log, or by a warning if there was no checkpoint at all.
 
@@ -166,7 +166,7 @@ def iterate_new(
 
 
 def _explain_end(path: str | PathLike[str], tag: str | None, seconds: float | None) -> None:
-    """Say why an iteration ends, with a warning if it has yielded nothing. ``tag`` is what it has yielded last."""
+    """Say why an iteration ends, with a warning if it has yielded nothing. It has yielded ``tag`` last."""
     if tag is None:
         warn_caller(
             f"no new checkpoint appeared in {path} within {seconds} s, so the loop over its checkpoints ends before it "
@@ -184,9 +184,9 @@ def iterate_pinned(
     timeout: float | None = None,
     poll_seconds: float = 1.0,
 ) -> Iterator[Checkpoint]:
-    """Yield what :func:`iterate_new` does, opened, and pinned until the loop asks for the next one.
+    """Yield checkpoints as :func:`iterate_new` does, but opened, and pinned until the loop asks for the next one.
 
-    A checkpoint that is removed before it is pinned is left out. The arguments and errors are those of
+    A checkpoint that is removed before it is pinned is left out. The arguments and errors are as in
     :func:`wait_for_new` and :func:`pin`.
 
     Args:
@@ -225,7 +225,7 @@ class _PinCollector:
 
     def __init__(self, run: Path, after: str | CheckpointInfo | None, poll_seconds: float) -> None:
         self._run, self._after, self._poll_seconds = run, after, poll_seconds
-        #: Open checkpoints with what ends their pins, or the error that ended the thread.
+        #: Open checkpoints with the exit stacks that end their pins, or the error that ended the thread.
         self._found: SimpleQueue[tuple[Checkpoint, ExitStack] | Exception] = SimpleQueue()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._collect, name="rankless-pins", daemon=True)
@@ -247,7 +247,7 @@ class _PinCollector:
             self._found.put(error)
 
     def take(self, timeout: float | None) -> tuple[Checkpoint, ExitStack] | None:
-        """Return the next checkpoint with what ends its pin; ``None`` if there is none in time."""
+        """Return the next checkpoint, with the exit stack that ends its pin; ``None`` if there is none in time."""
         try:
             found = self._found.get(timeout=timeout)
         except Empty:

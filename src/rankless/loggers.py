@@ -62,9 +62,9 @@ def log_to_wandb(run: Any = None) -> OnEvent:
     def send(figures: Mapping[str, float], step: int) -> None:
         if not runs:
             runs.append(current_wandb_run() if run is None else run)
-            # Steps of checkpoints come later than those of the training, and wandb wants them in order.
+            # Steps of checkpoints come later than steps of the training, and wandb wants them in order.
             runs[0].define_metric(f"{_PREFIX}/*", step_metric=f"{_PREFIX}/step")
-        # A commit would end the row of the training, and W&B drops what is logged for a step before the current one.
+        # A commit would end the row of the training, and W&B drops values of a step before the current one.
         runs[0].log({**figures, f"{_PREFIX}/step": step}, commit=False)
 
     return _Listener(send)
@@ -74,7 +74,7 @@ def log_to_mlflow(run_id: str | None = None) -> OnEvent:
     """Return a listener that logs the figures of saves and loads as metrics.
 
     Args:
-        run_id: The id of a run; by default that of the active run of this thread, when this function is called.
+        run_id: The id of a run; by default the active run of this thread, when this function is called.
 
     Returns:
         The listener, for ``on_event``.
@@ -179,7 +179,7 @@ class _Telemetry:
 
 
 class _Listener:
-    """A listener that turns events into figures. Events without a step get that of the event before."""
+    """A listener that turns events into figures. Events without a step get the step of the event before."""
 
     def __init__(self, send: _Send) -> None:
         self._send = send

@@ -30,10 +30,10 @@ from rankless.run_directory import RunDirectory
 from rankless.save.cadence import Ask, Cadence, as_cadence
 from rankless.storage.store import store_of
 
-#: What is added to the path of a run directory for that of its weights.
+#: The suffix that is added to the path of a run directory for its weights: for example, ``runs/a-models``.
 _SUFFIX = "-models"
 
-#: Runs a save of a tag, and decides what becomes of its error.
+#: Runs a save of a tag, and raises its error or warns of it.
 Tolerating = Callable[[str, Ask], AbstractContextManager[None]]
 
 
@@ -133,7 +133,7 @@ def _list_current(path: Path) -> list[CheckpointInfo]:
 
 
 def _find_base(path: Path, step: int) -> LoadedBase | None:
-    """Return what the saves continue after a step, on rank 0; ``None`` if there is no checkpoint.
+    """Return the base that the saves continue after a step, on rank 0; ``None`` if there is no checkpoint.
 
     Raises ``StateError`` if the run directory is not one of weights alone.
     """

@@ -57,10 +57,10 @@ def list_checkpoints(path: str | PathLike[str]) -> list[CheckpointInfo]:
 
 
 def set_alias(path: str | PathLike[str], alias: str, tag: TagArgument = None) -> CheckpointInfo:
-    """Give a checkpoint a further name, under which it can be loaded and opened. Call it on one rank.
+    """Give a checkpoint a further name, which loads and opens accept. Call it on one rank.
 
     Retention does not remove a checkpoint that has an alias. If another process replaces the checkpoint, loads by the
-    alias fail until it is set again. A checkpoint whose tag is the alias is preferred to it.
+    alias fail until it is set again. A checkpoint that has the alias as its tag is preferred to it.
 
     Args:
         path: The run directory.
@@ -72,7 +72,7 @@ def set_alias(path: str | PathLike[str], alias: str, tag: TagArgument = None) ->
 
     Raises:
         NoCheckpointError: There is no such checkpoint.
-        TagExistsError: There is a checkpoint whose tag is the alias.
+        TagExistsError: There is a checkpoint that has the alias as its tag.
         InvalidArgumentError: The alias cannot be the name of a checkpoint.
         StorageError: The file system reported an error.
     """

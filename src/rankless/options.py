@@ -57,8 +57,8 @@ class SaveOptions:
         replica_check: How much of the tensors that several ranks hold is checked to be equal before anything is
             written. ``"sampled"``, the default: hashes of 4 KiB of every tensor and of 64 MiB in addition, different
             ones in each save, and of everything in the first save. ``"full"``: hashes of everything in each save. The
-            check takes part of the time for which the call blocks; :class:`rankless.Saved` reports how long. A
-            difference raises ``ReplicaMismatchError``.
+            check takes part of the time that the call blocks; :class:`rankless.Saved` reports how long. A difference
+            raises ``ReplicaMismatchError``.
         incremental: Do not write bytes that the checkpoint saved or loaded before has already; ``True`` by default, in
             checkpoints of 64 KiB or more if that is a thousandth of the bytes. A file without changes becomes a hard
             link of the earlier one, which is made read-only. On file systems that can share parts of files (XFS,
@@ -80,7 +80,7 @@ class SaveOptions:
         adapter_only: Of a model with PEFT adapters save only the adapters, not the base model. They are in the folder
             ``adapter``, as PEFT stores them. By default the checkpoint has this folder in addition to ``model``, which
             contains all weights. ``InvalidArgumentError`` is raised if the model has no adapters, ``StateError`` if
-            PEFT computes what it stores from shards.
+            PEFT computes the tensors that it stores from shards.
         files: Small files to store in the checkpoint's directory, such as a tokenizer's: bytes by name, at most 64 MiB
             each. Rank 0 writes them; all ranks pass the same names. None by default.
         stats: After the commit, let rank 0 compute the statistics of all tensors in the background and keep them with
@@ -139,7 +139,7 @@ class LoadOptions:
             with a warning if training is resumed.
         verify: Whether to check every byte that is read against its CRC; ``True`` by default. A difference raises
             ``CorruptCheckpointError``.
-        on_corruption: What to do if the newest checkpoint is corrupt and no tag was given. ``"fall_back"``, the
+        on_corruption: The reaction if the newest checkpoint is corrupt and no tag was given. ``"fall_back"``, the
             default: load the newest intact checkpoint, with a warning. ``"raise"``: raise ``CorruptCheckpointError``.
         share_reads: How to read bytes that several ranks need. ``"always"``: one rank reads them and sends them to the
             others. ``"never"``: each rank reads them. ``"auto"``, the default: ``"always"`` if the ranks are on several
@@ -147,10 +147,10 @@ class LoadOptions:
         rng: Whether to restore the states of the random number generators. By default they are restored if an
             optimizer is loaded, and may then be missing in the checkpoint. Each rank gets its own states back; if the
             number of ranks has changed, each rank derives new states from the saved ones, different on each rank.
-        resume: Whether the training goes on from what is loaded. With a local tier the load then takes over its folder:
-            an older job that is still alive saves nothing into it any more, and a checkpoint that only the tier has is
-            written into the run directory. Otherwise the load changes nothing there, for an evaluation next to the
-            training, and the first save takes over. By default, whether an optimizer or a data loader is passed.
+        resume: Whether the training goes on from the loaded state. With a local tier the load then takes over its
+            folder: an older job that is still alive saves nothing into it any more, and a checkpoint that only the tier
+            has is written into the run directory. Otherwise the load changes nothing there, for an evaluation next to
+            the training, and the first save takes over. By default, whether an optimizer or a data loader is passed.
         again: Whether to load the checkpoint that is named although the run went back to it already. If ``False``,
             which is the default of :meth:`rankless.Checkpointer.resume`, the latest is loaded then.
         cast_dtype: Whether to cast between floating point dtypes; ``False`` by default, and a difference raises

@@ -16,7 +16,7 @@ _IMPORT = re.compile(r"^from (\S+) import (\w+) as \2\b", re.MULTILINE)
 def read_modules() -> dict[str, str]:
     """Return the module of each public name, in the order of the names.
 
-    Read from the stub ``__init__.pyi``, so that what is imported at run time is what type checkers see.
+    Read from the stub ``__init__.pyi``, so that a program imports the same objects that type checkers see.
     """
     stub = get_data("rankless", "__init__.pyi") or b""
     return {name: module for module, name in sorted(_IMPORT.findall(stub.decode()), key=lambda line: line[1])}

@@ -37,7 +37,7 @@ from rankless.save.handle import SaveHandle
 from rankless.save.metrics import read_metrics
 from rankless.storage import posix
 
-#: The arguments of other ``Checkpointer``s that this one does not take, and what to use instead.
+#: The arguments of other ``Checkpointer``s that this one does not take, and the replacements.
 _REFUSED = {
     "path": "checkpoints are in the storage folder of the run: pass RunConfig(storage_path=…, name=…)",
     "keep": "Ray removes checkpoints: pass CheckpointConfig(num_to_keep=…)",
@@ -107,7 +107,7 @@ class RayCheckpointer(Checkpointer):
             CorruptCheckpointError: The checkpoint is corrupt. There is no fallback to an older one, because the
                 steps after it would get the names of checkpoints that Ray knows.
             InvalidArgumentError: ``on_corruption`` was passed, or there are checkpoints of later steps than ``tag``, or
-                than the one to which ``rankless rollback`` went back; and all other errors of
+                than the one that ``rankless rollback`` went back to; and all other errors of
                 :meth:`rankless.Checkpointer.resume`.
         """
         if "on_corruption" in more:
@@ -167,7 +167,7 @@ class RayCheckpointer(Checkpointer):
         return [info for info in self.list() if info.status == "complete"]
 
     def _check_latest(self, tag: str | Best | None) -> None:
-        """Raise ``InvalidArgumentError`` if there are checkpoints of later steps, whose names would be used again.
+        """Raise ``InvalidArgumentError`` if there are checkpoints of later steps: their names would be used again.
 
         Without a tag there are some if the command ``rankless rollback`` has abandoned the latest one that Ray knows.
         """
@@ -210,7 +210,7 @@ class RayCheckpointer(Checkpointer):
 
 
 def _is_of_caller(path: Path) -> bool:
-    """Return whether a checkpoint is not one of rankless, of which a file may be lost."""
+    """Return whether a checkpoint is not one of rankless. One of rankless may have lost a file."""
     return posix.is_directory(path) and not posix.list_names(path) & {manifest.NAME, STATE, RANKS}
 
 
@@ -220,7 +220,7 @@ def _as_numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def _wait_for_save(handle: SaveHandle[CheckpointInfo], checkpoint: Any, name: str) -> Any:
-    """Return the checkpoint once it is committed: what Ray calls in a thread in place of an upload."""
+    """Return the checkpoint once it is committed. Ray calls this in a thread in place of an upload."""
     del name
     handle.wait()
     return checkpoint

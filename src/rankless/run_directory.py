@@ -55,7 +55,7 @@ from rankless.storage.location import parse_location
 from rankless.storage.store import store_of
 from rankless.tier.tier_options import LocalTier, as_local_tier
 
-#: The bytes by which prepared memory exceeds an estimate, in addition to an eighth: ranks write parts of unequal sizes.
+#: Prepared memory exceeds an estimate by so many bytes, in addition to an eighth: ranks write parts of unequal sizes.
 _STAGING_MARGIN = 8 * 2**20
 
 _log = logging.getLogger("rankless")
@@ -88,9 +88,9 @@ class RunDirectory:
         timeout: The number of seconds that ranks wait for each other before all of them fail.
         local: The local tier: a folder of each host, such as ``"/dev/shm/job"``, or a :class:`rankless.LocalTier`.
         replica_groups: The name of the job, if several process groups hold the same training state, such as torchft's
-            replica groups, and any of them may save: what they save is the work of one job, and the highest ``step`` is
-            the latest. All groups pass the same name, and a later job another one, such as the id that its scheduler
-            has given to it. Not with ``local``.
+            replica groups, and any of them may save: their checkpoints are the work of one job, and the highest
+            ``step`` is the latest. All groups pass the same name, and a later job another one, such as the id that its
+            scheduler has given to it. Not with ``local``.
         options: The default of ``options`` in :meth:`save`. Its ``on_event`` is called with the events of loads, too.
         more: Fields of :class:`rankless.SaveOptions`, which documents them; they have precedence over ``options``.
 
@@ -115,7 +115,7 @@ class RunDirectory:
         self._local = as_local_tier(local)
         groups = "" if replica_groups is None else _check_groups(replica_groups, local)
         self._tier = self._find_tier(self._local)
-        #: What this job has loaded and saved, here and elsewhere. Objects of one job may share it.
+        #: The loads and saves of this job, here and elsewhere. Objects of one job may share it.
         self.memory = JobMemory()
         if groups:
             self.history.groups = groups
@@ -123,19 +123,19 @@ class RunDirectory:
         self.options = with_keywords(SaveOptions(), options, more, RunDirectory)
         self.options.check()
         self._keep, self._async_save = as_policy(keep), check_flag("async_save", async_save)
-        #: What each save keeps besides: a checkpoint with states that only it has.
+        #: The checkpoints that each save keeps besides: one with states that only it has.
         self.kept_besides: Retention | None = None
-        #: What is kept after the newest save, which may be drained later.
+        #: The retention policy of the newest save, which may be drained later.
         self._newest_keep = self._keep
         self._process_group, self._timeout = check_process_group(process_group), check_timeout(timeout)
         self._plans = SavePlanCache()
-        #: Whether the newest save asked for statistics: what drains it later lets them be computed.
+        #: Whether the newest save asked for statistics: a later drain of it lets them be computed.
         self._measures_newest = False
         self._ranks: RankGroup | None = None
 
     @property
     def history(self) -> JobHistory:
-        """The history of this job here: a save continues what it has loaded, and retention affects no other run."""
+        """The history of this job here: a save continues the loaded checkpoint, and retention affects no other run."""
         return self.memory.of(self.path).history
 
     @property
@@ -187,7 +187,7 @@ class RunDirectory:
             user_content: A tree of plain values, tensors and arrays. Saved from rank 0.
             dataloader: An object with ``state_dict`` and ``load_state_dict``, such as torchdata's
                 ``StatefulDataLoader``. Each rank's state is saved.
-            stateful: A dict of objects with ``state_dict`` and ``load_state_dict`` whose state is the same on all
+            stateful: A dict of objects with ``state_dict`` and ``load_state_dict`` that have the same state on all
                 ranks, such as ``{"scaler": scaler}``.
             per_rank_content: A tree of values like ``user_content``, but saved from each rank and returned to that
                 rank.
@@ -195,7 +195,7 @@ class RunDirectory:
             metrics: Numbers or tensors of one element by name, stored in the manifest and used by retention policies.
                 Values that are not finite are stored as null.
             keep: The number of newest checkpoints of this run to keep, or a policy such as
-                ``KeepLast(5) | KeepEvery(1000) | KeepBest("val_loss", 3)``; by default that of the constructor, or else
+                ``KeepLast(5) | KeepEvery(1000) | KeepBest("val_loss", 3)``; by default the constructor's, or else
                 nothing is removed. Others are removed after this one is committed, and only checkpoints of the same
                 run. A process continues the run that it loaded from; if it loaded nothing, it starts a new run. Renamed
                 or copied checkpoints are never removed.
@@ -207,7 +207,7 @@ class RunDirectory:
                 constructor.
             forced: Save even if the retention policy needs a metric that was not passed, and leave the error of an
                 earlier save in the background to :meth:`finalize`.
-            options: Options that few need, in place of those of the constructor: see :class:`rankless.SaveOptions`.
+            options: Options that few need, in place of the constructor's: see :class:`rankless.SaveOptions`.
             more: Fields of :class:`rankless.SaveOptions`; they have precedence over ``options``.
 
         Returns:
@@ -291,7 +291,7 @@ class RunDirectory:
 
     @traced("begin the save", "import")
     def _make_content(self, request: SaveRequest) -> tuple[TrainingContent, Content[CheckpointInfo]]:
-        """Return what is to be saved, and the same with the local tier in between, if there is one."""
+        """Return the content to save, and the same with the local tier in between, if there is one."""
         tier, local, ranks = self._tier, self._local, self._current_ranks()
         if tier is not None and local is not None:
             request = replace(request, known_tags=tier.known_tags, local=local.describe())
@@ -350,7 +350,7 @@ class RunDirectory:
     ) -> Any:
         """Return ``restore(...).user_content``: load ``tag`` or the latest checkpoint, and return its user content.
 
-        The arguments and errors are those of :meth:`restore`.
+        The arguments and errors are as in :meth:`restore`.
         """
         chosen = with_keywords(LoadOptions(), options, more, RunDirectory.load)
         restored = self.restore(
@@ -374,9 +374,9 @@ class RunDirectory:
         options: LoadOptions | None = None,
         **more: Unpack[LoadKeywords],
     ) -> RestoreResult:
-        """Load ``tag`` or the latest checkpoint in place, and report what was loaded.
+        """Load ``tag`` or the latest checkpoint in place, and report the loaded parts.
 
-        The arguments, the result and the errors are those of :func:`rankless.restore`. :class:`rankless.LoadOptions`
+        The arguments, the result and the errors are as in :func:`rankless.restore`. :class:`rankless.LoadOptions`
         documents ``options``, and its fields are the further keyword arguments.
         """
         with collective_call(self._process_group, self._timeout):
@@ -423,7 +423,7 @@ class RunDirectory:
             from rankless.load.fallback import load_with_fallback  # noqa: PLC0415 - as above
 
         if claims:
-            background_saves.finalize(self.path)  # what this job saves now is the latest when they have ended
+            background_saves.finalize(self.path)  # this job's newest checkpoint is the latest when they have ended
         title = f"loading {request.tag or self.path.name}"
         with self._with_progress_bar(title, request.on_event) as listener:
             tier = None if self._tier is None else self._open_tier(self._tier, resumes=resumes)
@@ -436,7 +436,7 @@ class RunDirectory:
         return restored
 
     def _note_loaded(self, restored: RestoreResult, *, resumes: bool, claims: bool) -> None:
-        """Remember what was loaded: the next save into its directory continues it, and may share files with it.
+        """Remember the loaded checkpoint: the next save into its directory continues it, and may share files with it.
 
         ``claims``: claim an incarnation now, if it is a checkpoint of this directory. After a load by the path of a
         checkpoint the training may go on in any directory, so the first save claims.
@@ -464,7 +464,7 @@ class RunDirectory:
     ) -> None:
         """Begin to write a checkpoint that was assembled from the local tier into the run directory.
 
-        ``on_failure`` is that of the tier by default.
+        ``on_failure`` is the tier's by default.
         """
         from rankless.save.generation_content import DrainOptions, GenerationContent  # noqa: PLC0415 - as above
 
@@ -545,7 +545,7 @@ class RunDirectory:
         vote_same_call(session, "beginning", lambda: call, lambda: b"", check_and_agree)
 
     def ask_rank_0(self, decide: Callable[[], bytes], phase: str = "deciding when to save") -> bytes:
-        """Return what ``decide`` returns on rank 0. All ranks must call it; they wait for each other.
+        """Return the result of ``decide`` on rank 0. All ranks must call it; they wait for each other.
 
         :class:`rankless.Checkpointer` and :mod:`rankless.model_saves` call it: it is a vote called ``phase``.
         """
@@ -557,8 +557,8 @@ class RunDirectory:
     def prepare_staging(self, estimate_bytes: Callable[[int], int]) -> None:
         """Prepare memory for the first save, if saves are asynchronous and do not use the memory of a tier.
 
-        ``estimate_bytes`` returns the bytes that this rank will stage, from the number of ranks. Whatever it raises is
-        logged only: the first save finds out what is wrong.
+        ``estimate_bytes`` returns the bytes that this rank will stage, from the number of ranks. Its errors are logged
+        only: the first save raises them again.
 
         :class:`rankless.Checkpointer` calls it on each rank, in its first step.
         """
@@ -619,7 +619,7 @@ def _lenient_components(strict: object) -> frozenset[str]:
 
 
 def _reader_edit(edit: Any) -> Callable[[Reader], Reader]:
-    """Return how a load changes what it reads. Raises ``InvalidArgumentError`` if the recipe is invalid."""
+    """Return how a load changes the values that it reads. Raises ``InvalidArgumentError`` if the recipe is invalid."""
     from rankless.edits.apply_edits import ReaderEdit  # noqa: PLC0415 - few loads need its modules
     from rankless.edits.recipe import parse_recipe  # noqa: PLC0415 - as above
 

@@ -1,7 +1,7 @@
 """The import of torch, which is not a dependency: reading needs none, and a training brings its own.
 
-What works without torch calls it where it needs a tensor; ``import rankless`` explains errors with it. Importing this
-module must not import torch.
+Code that works without torch calls it where it needs a tensor; ``import rankless`` explains errors with it. Importing
+this module must not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def import_torch(purpose: str) -> Any:
 
 @contextmanager
 def explain_imports(purpose: str) -> Iterator[None]:
-    """Say what to install if an import in the ``with`` block fails because torch is missing or too old.
+    """Name the package to install if an import in the ``with`` block fails because torch is missing or too old.
 
     Raises ``TorchMissingError``, which names the ``purpose``, or ``TorchVersionError``.
     """

@@ -1,7 +1,7 @@
 """The differences between the supported versions of torch: 2.7 and newer.
 
-Only this module and ``dcp_versions`` depend on the version of torch. Each entry says from which version on it is not
-needed, and may be removed as soon as ``pyproject.toml`` requires that version.
+Only this module and ``dcp_versions`` depend on the version of torch. Each entry names the first version that does not
+need it, and may be removed as soon as ``pyproject.toml`` requires that version.
 
 :mod:`rankless.state.model.materialize` and :mod:`rankless.liveness.watch` import it, on each rank.
 """

@@ -1,6 +1,6 @@
-"""``trace``: records what saves and loads do, phase by phase, as a file for Perfetto.
+"""``trace``: records saves and loads, phase by phase, as a file for Perfetto.
 
-Each rank calls it for itself: no vote is held. What is recorded must not change what a save or load does.
+Each rank calls it for itself: no vote is held. A record must not change the behaviour of a save or load.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _log = logging.getLogger("rankless")
 
 
 def trace(output: str | PathLike[str], *, max_spans: int = 100_000) -> Trace:
-    """Record what rankless does inside a ``with`` block, and write it as a trace that Perfetto opens.
+    """Record the work of rankless inside a ``with`` block, and write it as a trace that Perfetto opens.
 
     Every phase of a save or a load is a span: when it began and ended, on which rank and in which thread. Each rank
     writes a file of its own, and needs no other rank for that; :func:`merge_traces` makes one trace of them. Saves that
-    were begun in the block and end later, in the background, are recorded to their end, and what other calls do
+    were begun in the block and end later, in the background, are recorded to their end, and phases of other calls
     meanwhile as well. Then the file is written: see :meth:`Trace.wait`.
 
     Traces may overlap: each has all that happens until it ends. A forked process has no trace.
@@ -70,7 +70,7 @@ class Trace:
 
     @property
     def path(self) -> Path:
-        """The file of this rank."""
+        """The file of this rank. For example, ``save.rank3.json`` on rank 3 for ``save.json``."""
         rank, size = self._ranks
         return self._given if size == 1 else self._given.with_suffix(f".rank{rank}{self._given.suffix}")
 
@@ -105,7 +105,7 @@ class Trace:
         self._ranks = max(self._ranks, _find_ranks(), key=lambda ranks: ranks[1])
         self._recording.leave_block()
         if kind is None and self._written.done():
-            self._written.result()  # raises what writing has raised
+            self._written.result()  # raises the error of the write
 
     def _write(self, recording: Recording) -> None:
         """Write the file, in the thread that was last. An error is raised by the block, or by :meth:`wait`."""
@@ -123,10 +123,10 @@ class Trace:
 
 
 def merge_traces(output: str | PathLike[str], traces: Iterable[str | PathLike[str]]) -> None:
-    """Write several traces into one file, in which each rank is a process.
+    """Write several traces into one file, with a process for each rank.
 
     Traces of ``torch.profiler`` may be among them: times are of the same clock. Their processes and devices get new
-    numbers where these are those of ranks. The clocks of several hosts differ, by milliseconds if they are
+    numbers where ranks have the same ones. The clocks of several hosts differ, by milliseconds if they are
     synchronized, and nothing corrects that.
 
     Args:

@@ -41,7 +41,8 @@ from rankless.storage.store import store_of
 #: The ``Trainer``'s name of a checkpoint, and the file that it reads its own state from.
 _TAG, _STATE_FILE = "checkpoint-{}", "trainer_state.json"
 
-#: What the ``Trainer`` puts into the directory of a checkpoint before it saves at SIGTERM (``enable_jit_checkpoint``).
+#: The file that the ``Trainer`` puts into the directory of a checkpoint before it saves at SIGTERM
+#: (``enable_jit_checkpoint``).
 _MARK = "checkpoint-is-incomplete.txt"
 
 #: How the names of numbers end that say how long something took, which is no metric of the model.
@@ -61,9 +62,9 @@ class CheckpointMixin(_Base):
         checkpoint_dir: The run directory of the checkpoints, or its URL in an object store; ``output_dir`` by default.
             ``resume_from_checkpoint=True`` means the latest checkpoint there.
         async_save: Write checkpoints in the background.
-        adapter_only: Save of a model with PEFT adapters only the adapters, as PEFT does, and what a resumed run needs
-            in addition. By default checkpoints have the base model, too. Either way their folder ``adapter`` is one of
-            PEFT.
+        adapter_only: Save of a model with PEFT adapters only the adapters, as PEFT does, and the files that a resumed
+            run needs in addition. By default checkpoints have the base model, too. Either way their folder ``adapter``
+            is one of PEFT.
         frozen: See :func:`rankless.save_checkpoint`: ``"apart"`` puts parameters that are not trained into files of
             their own, which later checkpoints share.
         options: The keyword arguments of the ``Trainer``.
@@ -171,13 +172,13 @@ class CheckpointMixin(_Base):
         )
 
     def _run_directory(self, output_dir: Path) -> Path:
-        """Return the run directory of the checkpoints. ``output_dir`` is that of the training or of one trial of it."""
+        """Return the run directory of the checkpoints. ``output_dir`` belongs to the training or to one trial of it."""
         if self._checkpoint_dir is None:
             return output_dir
         return self._checkpoint_dir / output_dir.relative_to(str(self.args.output_dir))
 
     def _run_own_save(self, folder: Path, model: Any, trial: Any) -> dict[str, bytes]:
-        """Call the ``Trainer``'s save without what rankless saves, and return the files that it has written.
+        """Call the ``Trainer``'s save without the parts that rankless saves, and return the files that it has written.
 
         It updates the states of callbacks, and subclasses add to it: TRL writes a model card, and states of its own.
         """
@@ -191,7 +192,7 @@ class CheckpointMixin(_Base):
         return _read_files(target)
 
     def _remove_mark(self, folder: Path) -> None:
-        """Remove a directory in which there is only the mark of an incomplete checkpoint: rankless needs none."""
+        """Remove a directory that has only the mark of an incomplete checkpoint: rankless needs no mark."""
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero() and path_exists(folder) and list_names(folder) <= {_MARK}:
             remove_tree(folder)
@@ -235,7 +236,7 @@ class CheckpointMixin(_Base):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # of a rankless checkpoint only what subclasses have written
+        super()._load_optimizer_and_scheduler(checkpoint)  # of a rankless checkpoint only files of subclasses
         if self._resumed is None:
             return
         components: dict[str, Any] = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
@@ -273,7 +274,7 @@ def _has_checkpoint(path: Path) -> bool:
 
 
 def _find_metrics(log_history: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]:
-    """Return what the ``Trainer`` has logged at a step: the loss, and the metrics of an evaluation."""
+    """Return the values that the ``Trainer`` has logged at a step: the loss, and the metrics of an evaluation."""
     logged = [(name, value) for entry in log_history if entry.get("step") == step for name, value in entry.items()]
     return {
         name: float(value)

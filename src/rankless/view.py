@@ -63,7 +63,7 @@ _SIMILARITY = 0.8
 class Checkpoint:
     """A checkpoint that is open for reading. Names of tensors begin with their group: ``"model/layers.0.weight"``.
 
-    A ``Checkpoint`` is iterable, and has a length: those of :meth:`keys`. All bytes that are read are verified against
+    A ``Checkpoint`` is iterable, and has a length: as :meth:`keys` does. All bytes that are read are verified against
     their CRCs, in whole blocks of 16 MiB. Files are opened when they are read. If another process has replaced or
     removed the checkpoint by then, ``CheckpointReplacedError`` is raised.
     """
@@ -78,7 +78,7 @@ class Checkpoint:
 
     @cached_property
     def _number(self) -> Mapping[str, int]:
-        """The number of each tensor by its name, also by those of tied ones."""
+        """The number of each tensor by its name, also by the names of tied ones."""
         numbers = {f"{group}/{name}": number for number, (group, name) in enumerate(self._stored)}
         for group, names in self._reader.tied.items():
             for alias, name in names.items():
@@ -112,7 +112,7 @@ class Checkpoint:
 
     @property
     def step(self) -> float | None:
-        """The training step; ``None`` if none was saved, or if the format is not that of rankless."""
+        """The training step; ``None`` if none was saved, or if the format is not rankless's own."""
         return None if self._manifest is None else self._manifest.step
 
     @property
@@ -178,7 +178,7 @@ class Checkpoint:
             KeyError: The checkpoint has no such tensor.
             InvalidArgumentError: The tensor has no such elements.
             FormatError: rankless cannot read this tensor.
-            CorruptCheckpointError: Stored bytes differ from what was saved.
+            CorruptCheckpointError: Stored bytes differ from the saved ones.
             CheckpointReplacedError: Another process has replaced or removed the checkpoint.
             StorageError: The file system reported an error.
         """
@@ -360,8 +360,8 @@ def open(  # noqa: A001 - the public name
         path: A checkpoint, or a run directory.
         tag: The checkpoint of the run to open: its tag or an alias, :func:`rankless.best`, or :data:`rankless.LATEST`,
             which is the default.
-        keys: The keys at which a checkpoint of another system has its components, if rankless does not find them by
-            their names: ``{"model": "app.net"}``.
+        keys: The keys of the components in a checkpoint of another system, if rankless does not find them by their
+            names: ``{"model": "app.net"}``.
 
     Returns:
         The open checkpoint.
@@ -371,7 +371,7 @@ def open(  # noqa: A001 - the public name
         InvalidArgumentError: A tag was passed although the path is a checkpoint itself, or ``tag`` or ``keys`` have
             the wrong type.
         FormatError: The format is not supported.
-        CorruptCheckpointError: Stored bytes differ from what was saved.
+        CorruptCheckpointError: Stored bytes differ from the saved ones.
         CheckpointReplacedError: Other processes replace checkpoints faster than one can be opened.
         StorageError: The file system reported an error.
     """

@@ -1,6 +1,6 @@
 """Accelerate's ``Accelerator`` with rankless's checkpoints: a drop-in replacement for ``accelerate.Accelerator``.
 
-``save_state`` and ``load_state`` save and load what was prepared and registered, on any number of ranks. Automatic
+``save_state`` and ``load_state`` save and load all prepared and registered objects, on any number of ranks. Automatic
 names and ``total_limit`` of ``ProjectConfiguration`` keep their meaning.
 
 Accelerate's training script calls it on every rank, in the thread of the caller. The names of stateful objects are
@@ -31,12 +31,12 @@ from rankless.storage.store import store_of
 #: Accelerate's name of a checkpoint, and of the folder of checkpoints in the project.
 _TAG, _FOLDER = "checkpoint_{}", "checkpoints"
 
-#: What has checkpoints of its own.
+#: Plugins with checkpoints of their own.
 _REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the package has no types
-    """Accelerate's ``Accelerator``, whose ``save_state`` and ``load_state`` use checkpoints of rankless.
+    """Accelerate's ``Accelerator`` with checkpoints of rankless in ``save_state`` and ``load_state``.
 
     Args:
         args: The positional arguments of ``accelerate.Accelerator``.
@@ -174,7 +174,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the package 
         }
 
     def _stateful_objects(self) -> dict[str, Any] | None:
-        """Return the objects that are equal on all ranks: what was registered, the scaler, samplers with a seed."""
+        """Return the objects that are equal on all ranks: registered objects, the scaler, samplers with a seed."""
         objects = {f"custom_{number}": custom for number, custom in enumerate(self._custom_objects)}
         if self.scaler is not None:
             objects["scaler"] = self.scaler
@@ -195,8 +195,8 @@ def _one_or_named(objects: Sequence[Any]) -> Any:
 class _SeededSampler:
     """The position of a sampler that all ranks share: its seed and its epoch.
 
-    A data loader of Accelerate counts epochs, too, and sets that of its sampler when an epoch begins. Accelerate itself
-    does not save this count, so its resumed runs draw the samples of the first epochs again.
+    A data loader of Accelerate counts epochs, too, and sets the count of its sampler when an epoch begins. Accelerate
+    itself does not save this count, so its resumed runs draw the samples of the first epochs again.
     """
 
     def __init__(self, loader: Any, sampler: SeedableRandomSampler) -> None:

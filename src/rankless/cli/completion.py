@@ -41,12 +41,12 @@ def complete_formats(incomplete: str) -> list[tuple[str, str]]:
 
 
 def complete_dtypes(incomplete: str) -> list[str]:
-    """Return the matching floating-point dtypes."""
+    """Return the matching floating-point dtypes. For example, ``b`` matches ``bfloat16``."""
     return [name for name in DTYPES if name.startswith(incomplete)]
 
 
 def complete_checkpoints(incomplete: str) -> list[tuple[str, str]]:
-    """Return the checkpoints of the run whose folder was typed, newest first. If none, shells complete file names."""
+    """Return the checkpoints of the run with the typed folder, newest first. If none, shells complete file names."""
     with suppress(RanklessError, OSError):
         return list(_matching_checkpoints(incomplete))
     return []

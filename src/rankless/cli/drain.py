@@ -1,7 +1,7 @@
-"""``rankless drain``: writes what a job has left in the local tier of a host into the run directory.
+"""``rankless drain``: writes checkpoints that a job has left in the local tier of a host into the run directory.
 
 An epilog of a job calls it on each host, in one process each; :mod:`rankless.save.offline_drain` does the work. It must
-not drain what a running job still writes.
+not drain a generation that a running job still writes.
 """
 
 from __future__ import annotations

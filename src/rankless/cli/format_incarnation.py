@@ -40,7 +40,7 @@ def describe_incarnation(one: Incarnation) -> str:
 
 
 def describe_base(one: Incarnation) -> str:
-    """Return what an incarnation has continued, such as ``went back to step_10``; empty if it is not known."""
+    """Describe the checkpoint that an incarnation continued, such as ``went back to step_10``; empty if not known."""
     if one.base is None:
         return "began the run" if one.begins else ""
     tag = escape_control_characters(one.base_tag) or "a checkpoint that is corrupt or removed"

@@ -14,7 +14,7 @@ from typing import Any
 from rankless.inspection.brief_text import format_brief, is_brief
 from rankless.inspection.placeholders import TensorPlaceholder
 
-#: Types whose items get lines of their own if the value is long.
+#: Types with items that get lines of their own if the value is long.
 _CONTAINERS = (dict, list, tuple, Namespace)
 
 #: The maximum number of items of a list that get lines of their own.
@@ -22,7 +22,10 @@ _MAX_ITEMS = 5
 
 
 def format_lines(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Iterate over a tree as ``(path, text)`` lines. A value that does not fit on one line gets a line per item."""
+    """Iterate over a tree as ``(path, text)`` lines. A value that does not fit on one line gets a line per item.
+
+    For example, the path of an item may be ``groups[0].lr``.
+    """
     value = vars(value) if isinstance(value, Namespace) else value
     short = bool(path) and is_brief(value)
     if isinstance(value, dict) and value and not short:

@@ -22,7 +22,7 @@ _SECONDS = 2.0
 
 
 class LiveView(NamedTuple):
-    """The content of a view, and what of it must change to be printed again on no terminal."""
+    """The content of a view, and the part that must change before it is printed again without a terminal."""
 
     content: RenderableType
     state: object

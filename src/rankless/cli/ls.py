@@ -187,7 +187,7 @@ def _as_record(listing: RunListing, info: CheckpointInfo) -> dict[str, object]:
 
 
 def _print_tree(trees: TreeListing, listing: RunListing, leftovers: Sequence[StaleDirectory]) -> None:
-    """Print the graph, after a table of what is not in it: corrupt checkpoints, and leftovers."""
+    """Print the graph, after a table of the rest: corrupt checkpoints, and leftovers."""
     unread = replace(listing, checkpoints=[info for info in listing.checkpoints if info.status != "complete"])
     if unread.checkpoints or leftovers:
         _print_table(unread, leftovers)

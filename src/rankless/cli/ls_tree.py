@@ -24,7 +24,7 @@ from rankless.run.claims import ShownHistory, read_entries
 from rankless.run.history_tree import Incarnation, RunTree, build_trees
 from rankless.run.records_folder import FOLDER
 
-#: The columns that are drawn: what is further to the right is drawn in the last one.
+#: The columns that are drawn: columns further to the right are drawn in the last one.
 _MAX_COLUMNS = 12
 
 #: So many incarnations are named one by one; of more, the first and the last one.
@@ -62,7 +62,7 @@ class TreeListing:
         return cls(build_trees(history.entries, checkpoints), history, len(runs))
 
     def print_graph(self, out: Console, listing: RunListing) -> None:
-        """Print the graph, and what it lacks. ``listing`` is the list of the same checkpoints."""
+        """Print the graph, and the checkpoints that it lacks. ``listing`` is the list of the same checkpoints."""
         symbols = _ASCII if out.options.ascii_only else _UNICODE
         for tree in self.trees:
             width = max((cell_len(_format_tag(info)) for info in _checkpoints_of(tree)), default=0)

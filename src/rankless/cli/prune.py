@@ -1,6 +1,6 @@
 """``rankless prune``: removes old checkpoints and leftovers of interrupted saves.
 
-It runs in one process, next to jobs that save: what is removed is decided, and locked, by :mod:`rankless.run`.
+It runs in one process, next to jobs that save: :mod:`rankless.run` decides about removals, and holds the locks.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _prune_tier(run: str, local: str, *, with_undrained: bool, dry_run: bool, as
 def _remove_all(
     path: Path, removable: _Removable, failures: list[RanklessError], *, with_leftovers: bool, with_whole: bool
 ) -> _Removable:
-    """Return what was removed. The error of a checkpoint that cannot be removed is added to ``failures``."""
+    """Return the removed parts. The error of a checkpoint that cannot be removed is added to ``failures``."""
     deleted = []
     try:
         for info in delete_checkpoints(removable.checkpoints):

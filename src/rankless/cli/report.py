@@ -1,4 +1,4 @@
-"""``rankless report``: writes what a run, a checkpoint, or a difference looks like into one HTML page.
+"""``rankless report``: writes a run, a checkpoint, or a difference into one HTML page.
 
 It runs in one process, while a training may save, and writes nothing but the page. With ``--verify`` and ``--stats`` it
 reads tensors (:mod:`rankless.cli.verify_one`, :mod:`rankless.inspection.checkpoint_statistics`), with a second
@@ -107,7 +107,7 @@ def _describe_target(path: Path, *, stats: bool, verify: bool, full: bool) -> Ma
 
 
 def _find_focus(path: Path) -> tuple[Path, CheckpointInfo | None]:
-    """Return the run and the checkpoint whose tensors are shown; ``None`` if the path is no part of a run.
+    """Return the run, and the checkpoint with the tensors to show; ``None`` if the path is no part of a run.
 
     Raises ``CorruptCheckpointError`` if no checkpoint of the run can be read.
     """

@@ -79,7 +79,10 @@ def _own_bytes(info: CheckpointInfo) -> int:
 
 
 def _parse_best(text: str) -> tuple[str, str]:
-    """Parse ``METRIC`` or ``METRIC:max``. Raises ``InvalidArgumentError``."""
+    """Parse ``METRIC`` or ``METRIC:max``. Raises ``InvalidArgumentError``.
+
+    For example, ``loss`` means the lowest loss, and ``accuracy:max`` the highest accuracy.
+    """
     metric, colon, mode = text.rpartition(":")
     if colon and mode not in {"min", "max"}:
         raise InvalidArgumentError(f"--best must be METRIC, METRIC:min or METRIC:max; got {text!r}")

@@ -2,8 +2,8 @@
 
 rich's table takes 45 s for the 150,000 tensors of a large mixture of experts; this one takes a second.
 
-All commands that print a table use it. Text of a cell must be one line without control characters: callers escape what
-comes from a checkpoint, with :func:`~rankless.observe.terminal.escape_control_characters`.
+All commands that print a table use it. Text of a cell must be one line without control characters: callers escape text
+from a checkpoint, with :func:`~rankless.observe.terminal.escape_control_characters`.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _describe_journal(path: Path) -> Iterator[tuple[str, Cell]]:
 
 
 def _describe_costs(entries: Sequence[JournalEntry]) -> Iterator[tuple[str, Cell]]:
-    """Describe what the last save has cost, and the saves that have failed since."""
+    """Describe the cost of the last save, and the saves that have failed since."""
     ends = [entry for entry in entries if entry.kind in {"saved", "failed"}]
     numbers = [number for number, entry in enumerate(ends) if entry.kind == "saved"]
     last = ends[numbers[-1]] if numbers else None

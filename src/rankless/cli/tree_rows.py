@@ -1,7 +1,7 @@
 """The rows of the graph that ``rankless ls --tree`` prints, from the oldest to the latest checkpoint.
 
-This module is pure. The current line of a run is in the first column. What is not in it is in further columns, each
-after the checkpoint from which it was continued, and before the line goes on.
+This module is pure. The current line of a run is in the first column. All other lines are in further columns, each
+after the checkpoint that it was continued from, and before the line goes on.
 
 :mod:`rankless.cli.ls_tree` prints them.
 """

@@ -21,7 +21,7 @@ from rankless.observe.terminal import show_progress
 from rankless.storage.links_and_clones import own_bytes
 from rankless.storage.store import store_of
 
-#: The group whose folder transformers opens, and the file that it prefers if it exists.
+#: The group with the folder that transformers opens, and the file that it prefers if it exists.
 _MODEL, _FIRST = "model", "model.safetensors"
 
 #: If this file exists, ``from_pretrained`` loads an adapter and the base weights that it names.
@@ -39,7 +39,7 @@ class VerifyResult:
     checksums, and ``"unreadable"`` if it could not be opened for another reason than corruption. ``tensors`` and
     ``bytes`` count the intact tensors, which were read in ``seconds``; ``checksummed`` is the number of tensors with
     checksums. ``own_bytes`` is the disk space that no other file shares. ``problems`` name files and tensors.
-    ``notes`` name files that do not belong to the checkpoint, and what could not be proven.
+    ``notes`` name files that do not belong to the checkpoint, and facts that could not be proven.
     """
 
     path: str
@@ -59,7 +59,7 @@ class VerifyResult:
 
 
 def _count_own_bytes(target: InspectedCheckpoint, intact: int) -> int:
-    """Return what a checkpoint takes in addition to others: a published version says what was written for it."""
+    """Return the bytes that a checkpoint takes in addition to others: a published version names its own files."""
     written: int | None = getattr(target.reader, "written_bytes", None)
     if written is not None:
         return written

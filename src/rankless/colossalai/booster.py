@@ -1,7 +1,7 @@
 """``Booster`` with the signatures of ColossalAI 0.5.0, for plain torch, DDP, FSDP and DTensor models.
 
 Names from ColossalAI's guide that this version does not have are accepted as keywords. Loading reads everything that
-the original writes. Saving writes what the original loads; each file or folder appears atomically, and nothing is
+the original writes. Saving writes files that the original loads; each file or folder appears atomically, and nothing is
 gathered on one rank.
 
 A training script calls it on every rank, in the thread of the caller; saves and loads go through
@@ -48,7 +48,7 @@ _MIB = 2**20
 
 
 class CheckpointIO:
-    """The object on which scripts wait for asynchronous saves."""
+    """The object that scripts wait on for asynchronous saves."""
 
     def synchronize(self) -> None:
         """Do nothing: an asynchronous save has copied its data when the call returns."""
@@ -62,8 +62,8 @@ class CheckpointIO:
 class Booster:
     """Saves and loads models, optimizers and schedulers. Every rank makes the same calls.
 
-    ``plugin`` may be any object with a ``configure`` method like those of ColossalAI's plugins; without one,
-    :meth:`boost` returns its arguments.
+    ``plugin`` may be any object with a ``configure`` method as ColossalAI's plugins have it; without one, :meth:`boost`
+    returns its arguments.
     """
 
     def __init__(self, device: str | None = None, mixed_precision: Any = None, plugin: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""File layouts of ColossalAI 0.5.0, so that it loads what rankless saves.
+"""File layouts of ColossalAI 0.5.0, so that it loads files of rankless.
 
 Source: ``colossalai/checkpoint_io`` of that version. Sizes in its indexes are in MiB. ColossalAI's "prefix" is a
 variant in the file names: ``pytorch_model.foo-00001.bin``, ``pytorch_model.bin.index.foo.json``.
@@ -32,7 +32,10 @@ from rankless.state.optimizer.whole_states import whole_states
 
 
 def file_variant(name: str, prefix: str | None) -> str:
-    """Insert the prefix into a file name where ColossalAI puts it: before the extension."""
+    """Insert the prefix into a file name where ColossalAI puts it: before the extension.
+
+    For example, ``model.safetensors`` with the prefix ``ema`` becomes ``model.ema.safetensors``.
+    """
     if not prefix:
         return name
     stem, _, extension = name.rpartition(".")

@@ -31,7 +31,10 @@ class FileNames:
 
 
 def number_file_name(name: str, number: int) -> str:
-    """Insert a file's number, which counts from 1, before the extension of its name."""
+    """Insert a file's number, which counts from 1, before the extension of its name.
+
+    For example, ``model-00001.safetensors`` for number 1.
+    """
     stem, _, extension = name.rpartition(".")
     return f"{stem}-{number:05d}.{extension}"
 

@@ -79,7 +79,7 @@ def save_model(
             ``adapter_model.safetensors`` and ``adapter_config.json``, of adapters that are not called ``default`` in a
             folder with their name. ``shard``, ``max_shard_size`` and ``use_safetensors`` have no effect then.
         dtype: the dtype that floating-point tensors are cast to in the files, such as ``torch.bfloat16``. The model
-            keeps its own. Tensors of 8 bits, whose scales are stored apart, are not cast.
+            keeps its own. Tensors of 8 bits are not cast: their scales are stored apart.
         process_group: the ranks that save together; ``"self"`` is this process alone.
         timeout: how many seconds ranks wait for each other before all of them fail.
 
@@ -89,7 +89,7 @@ def save_model(
     Raises:
         InvalidArgumentError: the path is of the wrong kind, or the size cannot be parsed; or, with
             ``adapter_only``, the model has no PEFT adapters, or a prefix was passed.
-        StateError: with ``adapter_only``, PEFT computes what it stores from tensors that are sharded.
+        StateError: with ``adapter_only``, PEFT computes the tensors that it stores from sharded ones.
         UnsupportedTensorError, ReplicaMismatchError, RankMismatchError, RankTimeoutError, StorageError: as
             in :meth:`rankless.RunDirectory.save`. All ranks raise it, and existing files are left unchanged.
     """
@@ -122,7 +122,8 @@ def save_model(
 def check_cast(dtype: Any) -> str:
     """Return the name in safetensors files of the dtype that a model is cast to, from torch's or its name there.
 
-    Raises ``InvalidArgumentError`` for a dtype whose values would need a scale, and for anything else.
+    For example, ``"BF16"`` for ``torch.bfloat16`` or ``"bfloat16"``. Raises ``InvalidArgumentError`` for a dtype with
+    values that would need a scale, and for anything else.
     """
     name = BY_TORCH_NAME.get(str(dtype).removeprefix("torch."))
     if name not in UNSCALED_FLOATS:
@@ -132,7 +133,7 @@ def check_cast(dtype: Any) -> str:
 
 
 def replace_with_model(model: Any, folder: Path, *, timeout: float) -> None:
-    """Save a model in the Hugging Face layout in place of a folder, of which no file is kept. Every rank calls it.
+    """Save a model in the Hugging Face layout in place of a folder. No file of that is kept. Every rank calls it.
 
     :mod:`rankless.torchtitan.manager` calls it in the thread of the caller.
     """
@@ -157,10 +158,11 @@ def load_model(
     Each rank reads only the bytes that it needs. Floating dtypes are cast as ``load_state_dict`` does.
 
     Args:
-        model: a module in any layout, or a state dict whose tensors are filled; a list holds the modules of one model.
+        model: a module in any layout, or a state dict with tensors to fill; a list holds the modules of one model.
         path: a file or a folder: safetensors or torch, Hugging Face, ColossalAI, or a rankless checkpoint.
         strict: names must match. With ``False`` matching names are loaded, and all others are reported.
-        prefix: is removed from the names in the checkpoint; only names that begin with it are loaded.
+        prefix: is removed from the names in the checkpoint; only names that begin with it are loaded. With ``"net."``,
+            for example, ``net.0.weight`` is loaded into ``0.weight``.
         process_group: the ranks that load together.
         timeout: how many seconds ranks wait for each other before all of them fail.
 
@@ -199,7 +201,7 @@ def save_optimizer(
 
     Args:
         optimizer: a ``torch.optim.Optimizer``, or a state dict of one.
-        path: the path of a file or, with ``shard``, of a folder, which may be that of the model.
+        path: the path of a file or, with ``shard``, of a folder, which may be the model's folder.
         shard: whether to write a folder.
         prefix: is put before the names of parameters.
         max_shard_size: the maximum size of the tensors in one file of a folder, as a number of bytes or as text such as
@@ -287,7 +289,7 @@ def load_lr_scheduler(
 ) -> None:
     """Load a scheduler's state from a file of rankless or of ``torch.save``.
 
-    Raises ``MismatchError`` if the state is that of another scheduler class; nothing is changed then.
+    Raises ``MismatchError`` if another scheduler class has saved the state; nothing is changed then.
     """
     with collective_call(process_group, timeout):
         schedulers.read_scheduler(
@@ -296,7 +298,7 @@ def load_lr_scheduler(
 
 
 def wait_for_path(checkpoint: str | PathLike[str]) -> Path:
-    """Wait for the pending saves of a path, and return it. A link to a folder has those of the folder, too.
+    """Wait for the pending saves of a path, and return it. A link to a folder waits for the folder's saves, too.
 
     A load of one component calls it first, on each rank for itself.
     """

@@ -2,8 +2,8 @@
 
 :mod:`rankless.components.pending_saves` makes one on every rank, and a
 :class:`~rankless.save.save_operation.SaveOperation` calls it. The votes
-are "looking at what to save", "preparing the save", "comparing replicas", and those of the output. Nothing is written
-before the replicas are compared.
+are "looking at what to save", "preparing the save", "comparing replicas", and the votes of the output. Nothing is
+written before the replicas are compared.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rankless.process.prepared_types import prepared
 from rankless.save.save_negotiation import SaveAgreement, describe_differing, name_differing, negotiate_save
 from rankless.save.save_operation import SavedShare
 
-#: What the save returns.
+#: The result of the save.
 Appeared = TypeVar("Appeared")
 
 
@@ -47,7 +47,7 @@ Appeared = TypeVar("Appeared")
 class _ComponentLayout(msgspec.Struct, frozen=True, array_like=True):
     """The layout of a component: the names and sizes of its files, and the spans of each tensor.
 
-    ``begun`` is what the output has returned on rank 0. Names are in the encoding of the file system.
+    ``begun`` are the bytes that the output has returned on rank 0. Names are in the encoding of the file system.
     """
 
     files: list[bytes] = []
@@ -88,7 +88,7 @@ class ComponentContent(Generic[Appeared]):
         return self._request.destination.path
 
     def prepare(self) -> None:
-        """Agree on what to save, create the files, and check that replicas are equal."""
+        """Agree on the component, create the files, and check that replicas are equal."""
         agreement = negotiate_save(self._request, self.share.session, self.share.ranks.global_ranks(), b"")
         self.share.captured = agreement.captured
         names = name_differing(self.share.session, agreement) if agreement.differing else []

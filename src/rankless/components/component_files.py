@@ -1,7 +1,7 @@
 """The files of a component: laid out by rank 0, filled by all ranks, finished by rank 0.
 
 The layout of a :class:`~rankless.components.component_request.ComponentRequest` makes a :class:`FileSet` in the vote
-"preparing the save"; headers are built in the decision of the vote "writing". The bytes are those of other formats:
+"preparing the save"; headers are built in the decision of the vote "writing". Other libraries define the formats:
 readers of safetensors and of ``torch.save`` must open the files.
 """
 
@@ -97,7 +97,10 @@ class SafetensorsOutput:
 
 
 class AdapterOutput:
-    """The file of an adapter in a folder of its own. The names of its tensors begin with the folder and a slash."""
+    """The file of an adapter in a folder of its own. The names of its tensors begin with the folder and a slash.
+
+    For example, ``fr/base_model.model.q.lora_A.weight`` of the folder ``fr``.
+    """
 
     def __init__(self, folder: str, data: DataFile) -> None:
         self._prefix, self._file = f"{folder}/", SafetensorsOutput(data)

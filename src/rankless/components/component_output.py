@@ -1,6 +1,6 @@
 """The interface between a save of one component and the place that it writes into.
 
-The save says what is written (:class:`SavedComponent`). An output says where, and how it appears:
+The save defines the content (:class:`SavedComponent`). An output says where, and how it appears:
 :class:`rankless.components.folder_output.FolderComponentOutput` by one rename,
 :class:`rankless.components.object_output.ObjectComponentOutput` file by file, the index last.
 
@@ -24,7 +24,7 @@ from rankless.engine.plan.save_plan import SavePlan
 from rankless.engine.plan.writer_cells import CellGrain
 from rankless.storage.object_path import ObjectPath
 
-#: What a save of a component returns: its path, or the description of a published version.
+#: The result of a save of a component: its path, or the description of a published version.
 Appeared_co = TypeVar("Appeared_co", covariant=True)
 
 
@@ -54,8 +54,8 @@ class SavedComponent(Protocol):
 class ComponentOutput(Protocol[Appeared_co]):
     """The place of one save of a component. All ranks have one, and call :meth:`write` together.
 
-    In the vote "preparing the save", rank 0 calls :meth:`begin`. After the vote all ranks call :meth:`join` with what
-    that returned.
+    In the vote "preparing the save", rank 0 calls :meth:`begin`. After the vote all ranks call :meth:`join` with the
+    bytes that :meth:`begin` returned.
     """
 
     @property
@@ -63,19 +63,19 @@ class ComponentOutput(Protocol[Appeared_co]):
         """The pieces of files that one rank must write; ``None`` if any ranks of a host may write side by side."""
 
     def begin(self, files: FileSet, frames: Sequence[FileFrame]) -> bytes:
-        """Create what is to be written, on rank 0. Return what all ranks must know of it.
+        """Create the new files, on rank 0. Return the bytes that all ranks must know of them.
 
-        ``frames`` are those of the files, in order.
+        ``frames`` are the frames of the files, in order.
         """
 
     def join(self, begun: bytes) -> None:
-        """Take part in what rank 0 has begun."""
+        """Take part in the output that rank 0 has begun."""
 
     def write(self, component: SavedComponent) -> Appeared_co:
-        """Write all files, let them appear at their final paths, and return what has appeared. It ends in votes."""
+        """Write all files, let them appear at their final paths, and return the result. It ends in votes."""
 
     def discard(self) -> None:
-        """Remove what was written, after a failure, unless it has its final name.
+        """Remove the written files, after a failure, unless they have their final names.
 
         Each rank calls it in the rollback; only rank 0 has something to remove.
         """

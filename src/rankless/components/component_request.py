@@ -1,7 +1,7 @@
 """The request to save one component.
 
 :mod:`rankless.components.component_calls` makes one on each rank, and the vote "looking at what to save" compares and
-checks it. An argument on which files or votes depend must be in :meth:`ComponentRequest.describe_call`.
+checks it. An argument that files or votes depend on must be in :meth:`ComponentRequest.describe_call`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A view of a checkpoint for loading one component: it must contain the component, whose names may have a prefix.
+"""A view of a checkpoint for loading one component: it must contain the component. Names may have a prefix.
 
 :func:`rankless.components.component_calls.load_component` passes it as the ``reader_adapter`` of a load, which has
 nothing to do with PEFT; each rank calls it in the vote "reading the metadata" (:mod:`rankless.load.load_operation`).

@@ -1,4 +1,4 @@
-"""The final path of a component: a file, or a folder whose other files are kept.
+"""The final path of a component: a file, or a folder. All other files in the folder are kept.
 
 :mod:`rankless.components.component_calls`, :mod:`rankless.components.scheduler_file` and ColossalAI's booster make one
 on each rank. Ranks compare its path in the first vote.

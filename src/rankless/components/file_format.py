@@ -1,7 +1,7 @@
 """The file format of a component, as determined by the arguments and the path.
 
-:mod:`rankless.components.component_calls` asks it on each rank. The text must name all on which the files depend, but
-the path and the model: ranks compare it, as they compare those two.
+:mod:`rankless.components.component_calls` asks it on each rank. The text must name all arguments that the files depend
+on, but the path and the model: ranks compare it, as they compare those two.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """The output of a component in an object store: files that all ranks upload, and rank 0 completes.
 
-A store cannot rename, so the files of a folder appear there one after another. An index that names files of the model
-that is replaced is removed first, and the new one is written last: without it no reader takes files of both for one.
-Until then a hidden record names the files of both models: if the save fails, the next one removes what is left of them.
-Of two jobs that write one folder at the same time at least one fails if they leave a mixture, and no index names it.
+A store cannot rename, so the files of a folder appear there one after another. An index that names files of the
+replaced model is removed first, and the new one is written last: without it no reader takes files of both for one.
+Until then a hidden record names the files of both models: if the save fails, the next one removes the files that are
+left of them. Of two jobs that write one folder at the same time at least one fails if they leave a mixture, and no
+index names it.
 
 :class:`~rankless.components.component_content.ComponentContent` has one on every rank; rank 0 completes in the vote
 "completing the files". The order must stay: the record, the removal of old indexes, the files, the new indexes, the
-removal of what is stale.
+removal of stale files.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from rankless.storage.store import Upload
 
 @prepared
 class _BegunFiles(msgspec.Struct, frozen=True, array_like=True):
-    """The files whose uploads rank 0 has begun: their names, their frames, and the id of each upload."""
+    """The files with uploads that rank 0 has begun: their names, their frames, and the id of each upload."""
 
     names: list[str] = []
     frames: list[FileFrame] = []
@@ -57,8 +58,8 @@ class ObjectComponentOutput:
     def __init__(self, path: ObjectPath, destination: Destination, ranks: WritingRanks) -> None:
         self._path, self._destination, self._ranks = path, destination, ranks
         self._begun = _BegunFiles()
-        #: On rank 0, the files, their uploads, the names of the files that are replaced, and that of the record; empty
-        #: without one.
+        #: On rank 0, the files, their uploads, the names of the files that are replaced, and the name of the record;
+        #: empty without one.
         self._files: FileSet | None = None
         self._uploads: list[Upload] = []
         self._stale: set[str] = set()
@@ -70,9 +71,9 @@ class ObjectComponentOutput:
         return upload_parts.GRAIN
 
     def begin(self, files: FileSet, frames: Sequence[FileFrame]) -> bytes:
-        """See :class:`ComponentOutput`. What dead saves of the same files have left is removed first."""
+        """See :class:`ComponentOutput`. Leftovers of dead saves of the same files are removed first."""
         self._files, paths = files, self._final_paths(files.names)
-        with suppress(RanklessError):  # a save does not fail because of what another one has left
+        with suppress(RanklessError):  # a save does not fail because of leftovers of another one
             abort_dead_uploads(self._path if self._destination.folder else self._path.parent, paths)
         ids = begin_uploads({path: frame.size for path, frame in zip(paths, frames, strict=True)}, {})
         self._uploads = [Upload(path, upload) for path, upload in zip(paths, ids, strict=True) if upload]
@@ -132,7 +133,7 @@ class ObjectComponentOutput:
                 store.remove_file(self._path / name)
 
     def _finish(self, upload: SharedUpload) -> None:
-        """Write the small files, those that name others last, and remove what readers would also take for this one.
+        """Write the small files, those that name others last, and remove files that readers would take for this one.
 
         When the indexes are there, check that no file was replaced: of two jobs that have written a mixture, at least
         the one that has written the last index finds it, and removes that index.
@@ -155,5 +156,5 @@ class ObjectComponentOutput:
             raise
 
     def discard(self) -> None:
-        """See :class:`ComponentOutput`. What is complete stays."""
+        """See :class:`ComponentOutput`. Complete files stay."""
         abort_uploads(self._uploads)

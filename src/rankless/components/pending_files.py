@@ -75,7 +75,7 @@ class PendingFiles:
         return self._destination.path / name if self._destination.folder else self._destination.path
 
     def keep_file(self, number: int, header: bytes) -> bool:
-        """Link a file whose tensors are unchanged from its final path, if it has the header. Return whether it is kept.
+        """Link a file with unchanged tensors from its final path, if it has the header. Return whether it is kept.
 
         It is the same file then when the folder is published, and keeps its times. A link cannot replace a single file:
         that stays where it is.
@@ -116,7 +116,7 @@ class PendingFiles:
             (name,) = self._files.file_names()
             posix.fsync_directory(self.folder)
             self._pending.replace(COMPONENT_FILE.check, name)
-            with suppress(StorageError):  # the save is complete; what is left is hidden, and the next save removes it
+            with suppress(StorageError):  # the save is complete; leftovers are hidden, and the next save removes them
                 self._pending.remove_displaced()
 
     @staticmethod

@@ -33,7 +33,7 @@ class PendingSaves:
     def save(
         self, destination: Destination, request: ComponentRequest, group: ProcessGroupArgument, timeout: float
     ) -> SaveHandle[Path]:
-        """Save one component to a destination, that of the request, on all ranks."""
+        """Save one component to the destination of the request, on all ranks."""
         path = destination.path
         check_ranks_are_joined(group)
         with span("save", "call", path.name), background_saves.path_turn(path, group):

@@ -24,7 +24,8 @@ MODEL, OPTIMIZER, SCHEDULER = "model", "optimizer", "scheduler"
 def name_in_component(kind: str, tensor: GlobalTensor) -> str | None:
     """Return the name of a tensor in the component ``kind``; ``None`` if it belongs to another one.
 
-    The adapters of a model are one component, in which names begin with the folder of an adapter and a slash.
+    The adapters of a model are one component: their names begin with the folder of an adapter and a slash. For example,
+    tensors in the group ``adapter/fr`` have names that begin with ``fr/``.
     """
     if kind == ADAPTER and is_adapter_group(tensor.group):
         return f"{tensor.group.removeprefix(ADAPTER).removeprefix('/')}/{tensor.name}"
@@ -47,7 +48,7 @@ class StoredComponent:
     ``kind`` names the component. ``tensors`` are the tensors to store, and ``origins`` says where the bytes of each
     come from. ``tied`` maps further names to stored ones. ``values`` are encoded as in ``state.json``. ``companions``
     are small files that are stored next to a model or an adapter, by their path in the folder. ``notes`` are entries of
-    the metadata of each safetensors file.
+    the metadata of each safetensors file. For example, ``tied`` maps ``lm_head.weight`` to ``embed.weight``.
     """
 
     kind: str
@@ -100,7 +101,7 @@ class StoredComponent:
         )
 
     def with_dtype(self, dtype: str) -> StoredComponent:
-        """Return a copy whose configuration says that the tensors are cast to ``dtype``, by its safetensors name."""
+        """Return a copy with a configuration for tensors that are cast to ``dtype``, by its safetensors name."""
         config = self.companions.get(CONFIG)
         if config is None:
             return self
@@ -116,7 +117,10 @@ class StoredComponent:
 def stored_component(
     kind: str, global_spec: GlobalSpec, values: Mapping[str, Any], companions: Mapping[str, bytes], prefix: str
 ) -> StoredComponent:
-    """Return the content of a component that all ranks hold together. ``prefix`` is put before parameter names."""
+    """Return the content of a component that all ranks hold together. ``prefix`` is put before parameter names.
+
+    For example, with the prefix ``net.`` the file has ``net.0.weight`` for ``0.weight``.
+    """
     # Sorted by name: pipeline stages only know the order of their own tensors.
     stored = (
         stored_tensors(name, tensor.info, tensor.splits)

@@ -12,7 +12,7 @@ from rankless.observe.warning import warn_caller
 from rankless.ondisk.value_files import DIMENSION_ORDER
 from rankless.ondisk.values import ORDER_SUFFIX
 
-#: What the table that takes the place of an object has.
+#: The entry of a table that takes the place of an object.
 _OBJECT = "rankless.object"
 
 

@@ -12,14 +12,14 @@ import json
 
 from rankless.edits.config_dtypes import replace_dtypes
 
-#: The size of a file up to which it is indented, in bytes.
+#: The largest size in bytes of a file that is indented.
 _MAX_INDENTED = 64 * 2**10
 
 
 def set_config_dtype(config: bytes, dtype: str) -> bytes:
     """Return a ``config.json`` that says that the weights have this dtype, wherever it names one.
 
-    transformers loads a model in the dtype that its configuration names, not in that of the file. Configurations of
+    transformers loads a model in the dtype that its configuration names, not in the file's dtype. Configurations of
     parts of the model (``text_config``) name one, too. Bytes that are not JSON are returned as they are.
     """
     try:

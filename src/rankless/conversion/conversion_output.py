@@ -1,6 +1,6 @@
 """The interface between a conversion and the place that it writes into.
 
-A conversion says what is written (:class:`ConvertedContent`, and a target with the files of the format). An output says
+A conversion defines the content (:class:`ConvertedContent`, and a target with the files of the format). An output says
 where, and how it appears: :class:`rankless.conversion.folder_output.FolderConversionOutput` by one rename,
 :class:`rankless.conversion.object_output.ObjectConversionOutput` file by file, those that name others last. All ranks
 must call the methods in the order of :class:`ConversionOutput`: some of them hold votes.
@@ -20,7 +20,7 @@ from rankless.storage.object_path import ObjectPath
 
 
 class RankShare(NamedTuple):
-    """The layout of the files, at the paths at which they can be read back, and the bytes that this rank writes.
+    """The layout of the files, at the paths where they can be read back, and the bytes that this rank writes.
 
     ``linked`` are its share of the bytes in files that are links: they are read back only.
     """
@@ -30,7 +30,7 @@ class RankShare(NamedTuple):
     linked: Sequence[FileRange] = ()
 
 
-#: Compares the bytes that this rank has written with what it wrote.
+#: Reads the files that this rank has written, and compares their bytes with the bytes that it wrote.
 ReadBack = Callable[[], None]
 
 
@@ -38,10 +38,10 @@ class ConvertedContent(Protocol):
     """The part of a conversion that an output asks for bytes, inside the vote on the writing."""
 
     def move_share(self, move: MoveRanges) -> bytes:
-        """Call ``move`` once, with the bytes of this rank. Return what rank 0 must know of them."""
+        """Call ``move`` once, with the bytes of this rank. Return the report on them for rank 0."""
 
     def finish(self, fragments: KnownFragments, reports: Sequence[bytes]) -> None:
-        """Check the source, and let the target write its headers, on rank 0, from what all ranks have hashed."""
+        """Check the source, and let the target write its headers, on rank 0, from the hashes of all ranks."""
 
 
 class ConversionOutput(Protocol):
@@ -49,10 +49,10 @@ class ConversionOutput(Protocol):
 
     @property
     def pending(self) -> Path:
-        """The folder in which the target of rank 0 creates its files. Rank 0 sends it to all ranks."""
+        """The folder for the files that rank 0's target creates. Rank 0 sends it to all ranks."""
 
     def clean_up(self) -> None:
-        """Remove what dead conversions to the same path have left, on rank 0.
+        """Remove the leftovers of dead conversions to the same path, on rank 0.
 
         Called in the vote "reading the metadata".
         """
@@ -79,7 +79,7 @@ class ConversionOutput(Protocol):
         """
 
     def discard(self) -> None:
-        """Remove what was written, after a failure. No vote."""
+        """Remove the written files, after a failure. No vote."""
 
 
 def open_conversion_output(final: Path, ranks: WritingRanks) -> ConversionOutput:

@@ -96,7 +96,8 @@ def convert(
     Raises:
         InvalidArgumentError: an argument is not valid, or ``output`` is inside ``path``.
         TagExistsError: ``output`` exists.
-        CorruptCheckpointError: the source does not match its checksums, or the output is not what was written.
+        CorruptCheckpointError: the source does not match its checksums, or the output has other bytes than were
+            written.
         TorchMissingError: the output needs PyTorch, which is not installed.
     """
     with collective_call(process_group, timeout):
@@ -148,7 +149,10 @@ def _as_list(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def parse_dtype(given: torch.dtype | str | None) -> str | None:
-    """Return the name of a dtype in safetensors files."""
+    """Return the name of a dtype in safetensors files.
+
+    For example, ``"BF16"`` for ``torch.bfloat16`` and ``"bfloat16"``.
+    """
     if given is None:
         return None
     name = given if isinstance(given, str) else str(given).removeprefix("torch.") if "torch." in str(given) else ""

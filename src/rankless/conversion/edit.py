@@ -50,9 +50,9 @@ def edit(
 
     All verbs take effect in one pass, which needs a few buffers of memory, whatever the size. Every rank of the process
     group calls it, and the ranks share the work. ``output`` appears in one step, when it is complete and verified. A
-    file in which no byte changes is a hard link of the source's file, if the file system has links and the format of
-    both is native: both become read-only, and either checkpoint can be removed. Pass the ``max_shard_size`` of the
-    source, so that files can be equal.
+    file without a changed byte is a hard link of the source's file, if the file system has links and the format of both
+    is native: both become read-only, and either checkpoint can be removed. Pass the ``max_shard_size`` of the source,
+    so that files can be equal.
 
     :class:`rankless.LoadOptions` has the same edits for loads, without a file in between.
 
@@ -67,7 +67,7 @@ def edit(
         model_only: write only the model.
         keys: as in :func:`rankless.convert`.
         layout: as in :func:`rankless.convert`, for a source of NxD or Megatron.
-        step: the training step of the output, if it is another one than that of the source.
+        step: the training step of the output, if it is another one than the source's step.
         max_shard_size: the maximum bytes of tensors in one file, for formats with several files.
         verify: read the output back. The source is always verified if its format has checksums.
         on_event: is called with the progress: see :class:`rankless.Progress`.
@@ -82,7 +82,8 @@ def edit(
         MismatchError: checkpoints to average have other tensors.
         UnsupportedTensorError: a quantized weight has no scale of a known form.
         TagExistsError: ``output`` exists.
-        CorruptCheckpointError: the source does not match its checksums, or the output is not what was written.
+        CorruptCheckpointError: the source does not match its checksums, or the output has other bytes than were
+            written.
     """
     with collective_call(process_group, timeout):
         check_keys(keys)
@@ -108,5 +109,5 @@ def edit(
 
 
 def explain_edit(path: Path, edits: Edit, keys: Mapping[str, str] | None = None) -> EditReport:
-    """Return what an edit would change. Nothing is written. ``rankless edit --dry-run`` prints it."""
+    """Return the changes that an edit would make. Nothing is written. ``rankless edit --dry-run`` prints it."""
     return edit_reader(open_latest(path, dict(keys or {})), parse_recipe(edits))[1]

@@ -1,4 +1,4 @@
-"""The files of a checkpoint in which an edit changes no byte: the output shares them by hard links.
+"""The files of a checkpoint that an edit leaves unchanged in every byte: the output shares them by hard links.
 
 :class:`rankless.conversion.native_target.NativeTarget` asks on rank 0, in the vote "preparing", before it creates the
 other files. Their tensors are not written. They are read if the output is, and compared with the CRCs of the source.
@@ -25,7 +25,7 @@ RecordedFile = tuple[Path, FileRecord]
 
 
 def link_equal_files(source: ConversionSource, files: CheckpointFiles) -> UnchangedBlocks:
-    """Link the files that the output has in common with the checkpoints that are edited. Return what was linked.
+    """Link the files that the output has in common with the edited checkpoints. Return the linked ranges.
 
     A file that cannot be linked, such as one on another file system, is left out: the conversion writes it.
     """

@@ -1,4 +1,4 @@
-"""Trees of tensors without data, from which torch lays out a file before any tensor is read.
+"""Trees of tensors without data. torch lays out a file from them before any tensor is read.
 
 Conversion targets make them on every rank, and saves of one component on rank 0. Equal sources must give equal trees on
 all ranks.

@@ -45,9 +45,9 @@ class FolderConversionOutput:
     """A :class:`rankless.conversion.conversion_output.ConversionOutput` on a file system."""
 
     def __init__(self, final: Path, session: Session) -> None:
-        self._session, self._pending = session, PendingDirectory(final)  # that of rank 0 is used
+        self._session, self._pending = session, PendingDirectory(final)  # rank 0's is used
         self._share = RankShare(FileLayout([], {}, []), [])
-        #: On rank 0, the files that are links, and what they were when they were linked.
+        #: On rank 0, the files that are links, and their identities when they were linked.
         self._links: dict[Path, FileIdentity | None] = {}
         #: The entry of the pending directory that gets the final path.
         self._entry = ""
@@ -94,7 +94,7 @@ class FolderConversionOutput:
 
     def write(self, content: ConvertedContent, on_moved: OnBytesMoved, read_back: ReadBack | None) -> None:
         """See :class:`ConversionOutput`."""
-        # What is read back is written through the page cache, and read from there while the disk gets it.
+        # Bytes that are read back are written through the page cache, and read from there while the disk gets them.
         open_writer, syncs = (None, True) if read_back is None else (BufferedWriter, False)
 
         def write_share() -> HashedResult:

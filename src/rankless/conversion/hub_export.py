@@ -68,9 +68,9 @@ def export_model(
 ) -> Path:
     """Write a model as a folder for the Hugging Face Hub: weights, configuration, tokenizer and model card.
 
-    The folder has what ``push_to_hub`` of a model uploads. Of a model with PEFT adapters it has the adapters, as PEFT
-    stores them. Every rank of the process group calls it, and the ranks share the work. The folder appears in one step,
-    when it is complete and verified.
+    The folder has the files that ``push_to_hub`` of a model uploads. Of a model with PEFT adapters it has the adapters,
+    as PEFT stores them. Every rank of the process group calls it, and the ranks share the work. The folder appears in
+    one step, when it is complete and verified.
 
     Args:
         path: A checkpoint of any format, or a run directory.
@@ -79,11 +79,11 @@ def export_model(
             the default.
         model: The name of the model, if the checkpoint has several: ``"gen"``.
         config: The model's configuration: an object of transformers, a ``config.json``, or a folder with one. By
-            default that of the checkpoint, which has it if the model is a ``PreTrainedModel``.
+            default the checkpoint's configuration, which it has if the model is a ``PreTrainedModel``.
         tokenizer: A tokenizer or processor (an object with ``save_pretrained``), or a folder with the files of one.
         card: A Markdown file to use as model card. By default a card is written that names the checkpoint.
         license: The license, for the card: ``"apache-2.0"``.
-        base_model: The model from which this one was trained, for the card: ``"org/name"``. By default the one that the
+        base_model: The model that this one was trained from, for the card: ``"org/name"``. By default the one that the
             configuration of an adapter names.
         dtype: The dtype of floating-point tensors; by default they are not cast.
         max_shard_size: The maximum bytes of tensors in one file.
@@ -98,7 +98,8 @@ def export_model(
         InvalidArgumentError: An argument is not valid.
         NoCheckpointError: There is no checkpoint.
         TagExistsError: ``output`` exists.
-        CorruptCheckpointError: The source does not match its checksums, or the output is not what was written.
+        CorruptCheckpointError: The source does not match its checksums, or the output has other bytes than were
+            written.
     """
     with collective_call(process_group, timeout):
         options = _ExportOptions(tag, model, config, tokenizer, card, CardMetadata("", license, base_model), dtype)
@@ -131,7 +132,7 @@ class _PlannedExport(NamedTuple):
 
 @dataclass(frozen=True)
 class _ExportOptions:
-    """The arguments of an export that determine what is written."""
+    """The arguments of an export that determine its files."""
 
     tag: TagArgument
     model: str | None
@@ -173,7 +174,7 @@ class _ExportOptions:
 
 
 def _describe_request(request: ConversionRequest) -> str:
-    """Return what must be the same on all ranks."""
+    """Return the arguments that must be the same on all ranks, as a text."""
     files = {name: digest_bytes(data, 8).hex() for name, data in sorted(request.small_files.items())}
     return (
         f"{request.final} in files of {request.limit} bytes from {request.source} ({request.fingerprint}), "
@@ -188,7 +189,7 @@ def _has_only_adapters(reader: Reader) -> bool:
 
 
 def _describe_adapter(reader: Reader, given: CardMetadata) -> CardMetadata:
-    """Return the metadata of an adapter, whose configuration may name the base model."""
+    """Return the metadata of an adapter. Its configuration may name the base model."""
     contents = (
         parse_json(data, f"{reader.path}: {name}")
         for name, data in read_adapter_configs(reader).items()

@@ -1,7 +1,7 @@
 """The form of a model on the Hugging Face Hub: the names that ``save_pretrained`` gives its tensors.
 
 :mod:`rankless.conversion.pipeline` calls :func:`adapt_source` on each rank that opens the source of a conversion to
-``hf``. The names must be those of ``save_pretrained``.
+``hf``. ``save_pretrained`` must give the same names.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MODEL = "model"
 def adapt_source(source: ConversionSource) -> ConversionSource:
     """Return the source with the names of the Hub, for a conversion to a Hugging Face folder.
 
-    Tensors that the user has renamed keep their new names, and parts of a tensor of which others are not selected keep
-    the names of the checkpoint.
+    Tensors that the user has renamed keep their new names. Parts of a tensor keep the names of the checkpoint if other
+    parts of it are not selected.
     """
     described = select_described(source.carried.shared.get(_MODEL, {}))
     flat = flat_names(described)
@@ -37,7 +37,7 @@ def adapt_source(source: ConversionSource) -> ConversionSource:
 
 
 def _rename_tensors(selected: SelectedTensors, names: Mapping[str, str]) -> SelectedTensors:
-    """Return the selected tensors with other names of those of the model that are in ``names``."""
+    """Return the selected tensors, with new names for the tensors of the model that are in ``names``."""
 
     def rename(key: Key) -> Key:
         return (key[0], names.get(key[1], key[1])) if key[0] == _MODEL else key
@@ -79,7 +79,7 @@ def _join_tensors(source: ConversionSource, flat: Mapping[str, str]) -> Conversi
 
 
 def _check_free(joined: Iterable[str], kept: Mapping[Key, Key]) -> None:
-    """Raise ``InvalidArgumentError`` if a tensor that keeps its name, or its source, has that of a joined one."""
+    """Raise ``InvalidArgumentError`` if a tensor that keeps its name, or its source, has the name of a joined one."""
     taken = next((name for name in joined if (_MODEL, name) in {*kept, *kept.values()}), None)
     if taken is not None:
         raise InvalidArgumentError(f"{taken!r} is also the name of another tensor on the Hub: change rename")
@@ -112,7 +112,7 @@ def _replace_tensors(
 
 
 def _select_whole(splits: Mapping[str, Splits], names: set[str]) -> dict[str, Splits]:
-    """Return the splits of tensors whose stored tensors consist of tensors in ``names`` alone."""
+    """Return the splits of tensors if their stored tensors consist of tensors in ``names`` alone."""
     partial = {split.name for name, of_tensor in splits.items() if name not in names for split in of_tensor}
     kept = {name: of_tensor for name, of_tensor in splits.items() if name in names}
     if not any(split.name in partial for of_tensor in kept.values() for split in of_tensor):

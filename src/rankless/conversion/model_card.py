@@ -1,7 +1,7 @@
-"""The model card (``README.md``) of an exported model: its metadata for the Hub, and from which checkpoint it comes.
+"""The model card (``README.md``) of an exported model: its metadata for the Hub, and the checkpoint that it comes from.
 
 :mod:`rankless.conversion.hub_export` builds it on each rank, in the vote "preparing the export". All ranks must get the
-same text: no clock.
+same text: it has no time of a clock.
 """
 
 from __future__ import annotations
@@ -64,5 +64,5 @@ def _describe_source(source: CardSource) -> Iterator[tuple[str, str]]:
 
 
 def _escape_cell(text: str) -> str:
-    """Return a text that stays in one cell of a table."""
+    """Return a text that stays in one cell of a table. For example, a line feed becomes a space."""
     return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())

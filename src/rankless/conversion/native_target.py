@@ -1,7 +1,7 @@
 """The conversion target ``native``, and the Hugging Face targets, which publish only its ``model/`` folder.
 
 A conversion makes one on every rank; see :class:`rankless.conversion.target.ConversionTarget` for the ranks of its
-methods. Files and headers are those of the format, the same as of a save.
+methods. It writes the same files and headers as a save.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rankless.run.catalog import independent_identity
 from rankless.save.build_manifest import CheckpointLabel, build_manifest
 from rankless.storage.store import store_of
 
-#: The group whose folder transformers opens.
+#: The group with the folder that transformers opens.
 _MODEL = "model"
 
 #: Small files of the top folder that are made anew.
@@ -109,7 +109,7 @@ class NativeTarget:
         self._files.finalize(fragments, small, self._build_manifest, self._unchanged)
 
     def _adapt_dtype(self, files: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
-        """Yield small files. A configuration names the dtype to which the model is cast."""
+        """Yield small files. A configuration names the dtype that the model is cast to."""
         dtype = _find_cast(self._source)
         for name, data in files:
             if name == CONFIG and dtype is not None:
@@ -230,7 +230,7 @@ def _plan_save(source: ConversionSource) -> SavePlan:
 
 
 def _find_cast(source: ConversionSource) -> str | None:
-    """Return the dtype to which tensors of the model are cast, or ``None`` if none is."""
+    """Return the dtype that tensors of the model are cast to, or ``None`` if none is cast."""
     for key, (group, name) in source.selected.sources.items():
         dtype = source.selected.infos[key].dtype
         if key[0] == _MODEL and dtype != source.reader.groups[group][name].dtype:
@@ -245,8 +245,8 @@ def _model_names(source: ConversionSource) -> list[str]:
 def companion_files(reader: Reader) -> Iterator[tuple[str, bytes]]:
     """Iterate over the companion files of the source: of transformers, rankless, or ColossalAI's scripts.
 
-    Those of an edited checkpoint follow the edit. Targets and exports call it on each rank when they are made, and
-    targets on rank 0 when they write.
+    The files of an edited checkpoint follow the edit: for example, ``layers`` changes the number of layers in
+    ``config.json``. Targets and exports call it on each rank when they are made, and targets on rank 0 when they write.
     """
     reader = underlying_reader(reader)
     if isinstance(reader, EditedReader):

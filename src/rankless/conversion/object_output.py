@@ -41,7 +41,7 @@ from rankless.storage.store import Upload, map_requests
 
 @prepared
 class _BegunConversion(msgspec.Struct, frozen=True, array_like=True):
-    """The files whose uploads rank 0 has begun, by their names below the final path, and the spans of tensors."""
+    """The files with uploads that rank 0 has begun, by their names below the final path, and the spans of tensors."""
 
     names: list[str]
     frames: list[FileFrame]
@@ -66,7 +66,7 @@ class ObjectConversionOutput:
         self._header_bytes: Sequence[int] = ()
         self._uploads: list[Upload] = []
         self._written: dict[ObjectPath, str] = {}
-        #: What proves that an object was uploaded by this conversion: another one may write equal bytes.
+        #: The proof that this conversion has uploaded an object: another one may write equal bytes.
         self._notes = {"rankless": secrets.token_hex(8)}
 
     @property
@@ -75,7 +75,7 @@ class ObjectConversionOutput:
         return self._local.path
 
     def clean_up(self) -> None:
-        """See :class:`ConversionOutput`. What is on this host is removed when the folder is created."""
+        """See :class:`ConversionOutput`. Leftovers on this host are removed when the folder is created."""
 
     def create(self, target: ConversionTarget, nbytes: int, host_of: Sequence[int]) -> RankShare:
         """See :class:`ConversionOutput`. Each part of a file has one rank, whatever the hosts."""
@@ -99,7 +99,7 @@ class ObjectConversionOutput:
         self._sparse, self._header_bytes = list(layout.files), layout.header_bytes
         names = [str(file.relative_to(self._output)) if file != self._output else "" for file in layout.files]
         finals = [self._final / name if name else self._final for name in names]
-        with suppress(RanklessError):  # a conversion does not fail because of what another one has left
+        with suppress(RanklessError):  # a conversion does not fail because of leftovers of another one
             abort_dead_uploads(self._final.parent if finals == [self._final] else self._final, finals)
         frames = list(map(_frame_file, layout.files, layout.header_bytes, _spans_by_file(layout)))
         sizes = {path: frame.size for path, frame in zip(finals, frames, strict=True)}
@@ -181,7 +181,7 @@ class ObjectConversionOutput:
             self._local.discard()
 
     def _remove_own(self, path: ObjectPath) -> None:
-        """Remove an object if it is known to be written by this conversion. What cannot be asked or removed is left."""
+        """Remove an object if it is known to be written by this conversion. Others are left."""
         with suppress(RanklessError):
             etag = self._written.get(path) or (
                 path.store.find_version(path) if path in self._written else path.store.find_noted(path, self._notes)

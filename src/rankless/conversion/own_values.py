@@ -17,7 +17,7 @@ def add_own_values(
 ) -> dict[str, Any]:
     """Return the state dict of a file with the values that a save stored for parameters of these ``names``.
 
-    Warn of values for which no state dict has a place: values of several optimizers that are one now, or the reverse.
+    Warn of values that have no place in any state dict: values of several optimizers that are one now, or the reverse.
     """
     entry = find_entry(saved, names, len(state_dict["param_groups"]))
     if entry is None and has_values(find_related(saved, names)):

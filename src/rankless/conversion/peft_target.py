@@ -1,4 +1,4 @@
-"""The conversion target ``peft``: the adapters of a checkpoint, in the folders in which PEFT stores them.
+"""The conversion target ``peft``: the adapters of a checkpoint, in folders as PEFT stores them.
 
 A conversion makes one on every rank: see :class:`rankless.conversion.target.ConversionTarget`.
 """
@@ -29,7 +29,7 @@ class PeftTarget(NativeTarget):
         super().__init__(source, pending, final)
 
     def adapter_files(self) -> dict[str, bytes]:
-        """Return the configurations of the adapters, without those of the base model."""
+        """Return the configurations of the adapters, without the base model's."""
         files = super().adapter_files()
         return {name: data for name, data in files.items() if PurePosixPath(name).name == ADAPTER_CONFIG}
 

@@ -1,9 +1,9 @@
 """The steps of a conversion, shared by all ranks: read, cast and write one buffer at a time; verify; rename once.
 
 :func:`rankless.convert` and :func:`rankless.export_model` run it on every rank, in the thread of the caller. The votes
-are "reading the metadata", "reading the source's checksums", "planning the output", those of the output, and "opening
-the output" before the last. The source is verified before headers are written, and nothing is published before it was
-read back.
+are "reading the metadata", "reading the source's checksums", "planning the output", the votes of the output, and
+"opening the output" before the last. The source is verified before headers are written, and nothing is published before
+it was read back.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from rankless.storage.posix import host_id
 
 
 def _torch_file(schema: str) -> Callable[[ConversionSource, Path, Path], ConversionTarget]:
-    """Return what makes the target that is one file of ``torch.save``. Only such targets import torch."""
+    """Return the function that makes a target of one ``torch.save`` file. Only such targets import torch."""
     return lambda source, pending, _: load_attribute(_TORCH_TARGET)(source, pending, load_attribute(_SCHEMAS + schema))
 
 
@@ -101,13 +101,13 @@ TARGETS: Mapping[str, Callable[[ConversionSource, Path, Path], ConversionTarget]
 #: The formats with a place for the training step.
 HAVE_STEP = frozenset({"native", "lightning", LIGHTNING_FOLDER, DEEPSPEED_UNIVERSAL, MEGATRON})
 
-#: The formats that keep what an optimizer has in its state dict, or warn of what they leave out.
+#: The formats that keep the values in an optimizer's state dict, or warn of those that they leave out.
 KEEP_OWN_VALUES = frozenset({"native", "torch", "lightning", "colossalai"})
 
 #: The formats that have tables in place of objects among an optimizer's states, and elements in row-major order.
 CHANGE_STATES = frozenset({"torch", "lightning", LIGHTNING_FOLDER, "colossalai", DCP})
 
-#: Functions that change a source to what a format needs: ``"module:function"``.
+#: Functions that change a source for the needs of a format: ``"module:function"``.
 ADAPTERS = {
     "hf": "rankless.conversion.hub_form:adapt_source",
     MEGATRON: "rankless.megatron.writer.megatron_source:adapt_source",
@@ -118,7 +118,7 @@ ADAPTERS = {
 class ConversionRequest:
     """The arguments of a conversion. ``small_files`` are added to a folder of Hugging Face or PEFT, by their names.
 
-    ``options`` are those of the format.
+    ``options`` are the format's options.
     """
 
     source: Path
@@ -159,7 +159,7 @@ class ConversionRequest:
         check_destination(self.final)
 
     def describe_arguments(self) -> str:
-        """Return what all ranks must pass alike, besides the source, as a text for people."""
+        """Return the arguments that all ranks must pass alike, besides the source, as a text for people."""
         edit = "" if self.edit is None else f", edit {self.edit}"
         step = "" if self.step is None else f", step {self.step}"
         return f"{self.to} in {self.final}, files of {self.limit} bytes{step}{edit}"
@@ -314,7 +314,7 @@ class _ConvertedTensors:
         self.written: Fragments = {}
 
     def move_share(self, move: MoveRanges) -> bytes:
-        """See :class:`ConvertedContent`. Return the CRCs of what was read."""
+        """See :class:`ConvertedContent`. Return the CRCs of the bytes that were read."""
         source, tensors = self._source, self._tensors
         fragments_read, crcs_read = ReadFragments(), ReadCrcs(self._checksums)
         sources = InputFiles(source, fragments_read)
@@ -334,7 +334,7 @@ class _ConvertedTensors:
             return msgspec.msgpack.encode(crcs)
 
     def verify_linked(self, fragments: Fragments) -> None:
-        """Compare what was read of files that are links with the CRCs of the source, which has the same bytes."""
+        """Compare the bytes read of files that are links with the CRCs of the source, which has the same bytes."""
         with detect_replacement(self._source.reader):
             self._checks.verify_across_ranks(self._checks.verify_local(fragments))
 

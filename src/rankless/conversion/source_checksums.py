@@ -21,7 +21,7 @@ from rankless.ondisk.range_checksums import RangeChecksum
 
 
 def find_source_checksums(reader: Reader, keys: Collection[Key]) -> list[RangeChecksum]:
-    """Return the sorted checksums in the files that cover these tensors, but for those of tensors with CRCs.
+    """Return the sorted checksums in the files that cover these tensors. Tensors with CRCs of their own are left out.
 
     Raises ``CorruptCheckpointError`` if they cannot be read.
     """
@@ -57,7 +57,7 @@ def _list_blocks(reader: Reader, keys: Collection[Key]) -> Iterator[RangeChecksu
 def check_ranges(checksums: Sequence[RangeChecksum], pieces: Sequence[CrcPiece] = ()) -> None:
     """Compare ranges with their checksums. Bytes that are in no piece are read.
 
-    A checksum covers a whole storage or record, of which a conversion may read only some bytes. Raises
+    A checksum covers a whole storage or record. A conversion may read only some bytes of it. Raises
     ``CorruptCheckpointError``.
     """
     _raise_first(find_corrupt_ranges(checksums, pieces).values())

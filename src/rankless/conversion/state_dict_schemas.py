@@ -27,7 +27,8 @@ _LIGHTNING = {"epoch": 0, "pytorch-lightning_version": "2.0.0", "loops": None}
 def state_dict_schema(groups: Groups, values: Mapping[str, Any]) -> Any:
     """Return the model's state dict if there is only a model, otherwise one state dict per component by its name.
 
-    ``optimizer`` is a state dict for ``Optimizer.load_state_dict``, or a list of such; ``scheduler`` likewise.
+    ``optimizer`` is a state dict for ``Optimizer.load_state_dict``, or a list of such; ``scheduler`` likewise. For
+    example, a checkpoint with an optimizer gives ``{"model": …, "optimizer": …}``.
     """
     present = {name: value for name, value in values.items() if not name.startswith("model") or value}
     if groups.keys() == {"model"} and not present.keys() - {"model"}:
@@ -56,7 +57,8 @@ def lightning_schema(groups: Groups, values: Mapping[str, Any], *, step: float |
 def dcp_schema(groups: Groups, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the usual tree of a DCP checkpoint: ``model``, ``optim`` by name, and the user's values.
 
-    The user's values are under ``user_content`` if they are not a dict, or if their keys collide with these.
+    The user's values are under ``user_content`` if they are not a dict, or if their keys collide with these. For
+    example, ``{"model": …, "optim": …, "epoch": 3}``.
     """
     tree: dict[str, Any] = {}
     for slot in sorted({*groups, *values} - {"state", "ranks", "user_content"}):
@@ -71,7 +73,8 @@ def dcp_schema(groups: Groups, values: Mapping[str, Any]) -> dict[str, Any]:
 def lightning_tensor_names(groups: Groups, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tree of the distributed checkpoint in a Lightning folder.
 
-    Lightning's FSDP strategy reads the model from one key, its model-parallel strategy from another.
+    Lightning's FSDP strategy reads the model from one key, its model-parallel strategy from another. For example, the
+    model is under ``model`` and ``state_dict``, and the first optimizer under ``optimizer_0``.
     """
     _check_for_lightning(groups, values)
     model = _model_state_dict("model", groups, values)
@@ -174,7 +177,10 @@ def _named_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors_by_parameter(slot: str, groups: Groups) -> dict[str, dict[str, Any]]:
-    """Return the tensors of an optimizer, by parameter and state name."""
+    """Return the tensors of an optimizer, by parameter and state name.
+
+    For example, the tensor ``0.weight/exp_avg`` is under ``0.weight`` and then ``exp_avg``.
+    """
     states: dict[str, dict[str, Any]] = {}
     for key, tensor in groups.get(slot, {}).items():
         fqn, state = split_state_key(key)
@@ -199,7 +205,7 @@ def _check_for_lightning(groups: Groups, values: Mapping[str, Any]) -> None:
 
 
 def _warn_of_objects(values: Mapping[str, Any], output: str) -> None:
-    """Warn of the states of objects that were saved as ``stateful``, for which an output has no place."""
+    """Warn of the states of objects that were saved as ``stateful``, if an output has no place for them."""
     if names := sorted(values.get("stateful") or ()):
         warn_caller(f"{output} has no place for the stateful objects {', '.join(map(repr, names))}: they are left out")
 
@@ -270,7 +276,7 @@ def optimizer_state_dict(
 
 
 def check_named(optimizer: Mapping[str, Any]) -> None:
-    """Raise ``InvalidArgumentError`` for the values of an optimizer whose parameters have no names."""
+    """Raise ``InvalidArgumentError`` for the values of an optimizer with parameters that have no names."""
     if optimizer.get(BY_NUMBER):
         raise InvalidArgumentError(
             "the source has only numbers for the optimizer's parameters, and their names are unknown: load it into the "
@@ -279,7 +285,7 @@ def check_named(optimizer: Mapping[str, Any]) -> None:
 
 
 def scheduler_state_dict(values: Any) -> Any:
-    """Return the ``state_dict()`` of one scheduler, or a list of those of several."""
+    """Return the ``state_dict()`` of one scheduler, or a list with one for each of several."""
     return [scheduler["state"] for scheduler in values] if isinstance(values, list) else values["state"]
 
 

@@ -25,9 +25,10 @@ class ConversionSource:
     """The tensors and values of a source to be written.
 
     ``limit``: the maximum bytes of tensors in one file. ``small_files``: further files for the output, by their names.
-    ``options`` are those of the format, and ``dtype`` is the one that the user asked for, if any. ``notes`` are entries
-    of the metadata of each safetensors file of the model, whose names begin with ``stem``. ``given_step`` is the
-    training step that the user has passed.
+    ``options`` are the format's options, and ``dtype`` is the one that the user asked for, if any. ``notes`` are
+    entries of the metadata of each safetensors file of the model; the names of these files begin with ``stem``, for
+    example ``model`` in ``model-00001-of-00002.safetensors``. ``given_step`` is the training step that the user has
+    passed.
     """
 
     reader: Reader
@@ -61,7 +62,10 @@ class ConversionSource:
 
 
 class FileSpan(NamedTuple):
-    """Bytes ``[start, stop)`` of a tensor, which are stored in the file of this number from byte ``offset`` on."""
+    """Bytes ``[start, stop)`` of a tensor, which are stored in the file of this number from byte ``offset`` on.
+
+    For example, a tensor of a ``torch.save`` file that is stored as a whole is one span from 0 to its size.
+    """
 
     file: int
     offset: int

@@ -59,12 +59,15 @@ class TensorFilter:
     adapters: str = NO_ADAPTERS
 
     def is_selected(self, name: str) -> bool:
-        """Return whether a parameter or buffer is selected."""
+        """Return whether a parameter or buffer is selected. For example, ``layers.*`` selects ``layers.0.weight``."""
         wanted = not self.include or any(fnmatchcase(name, pattern) for pattern in self.include)
         return wanted and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def rename_parameter(self, name: str) -> str:
-        """Return the new name of a parameter. Raises ``InvalidArgumentError`` if a regular expression is not valid."""
+        """Return the new name of a parameter. Raises ``InvalidArgumentError`` if a regular expression is not valid.
+
+        For example, ``{"^net": "model"}`` renames ``net.0.weight`` to ``model.0.weight``.
+        """
         if callable(self.rename):
             return self.rename(name)
         for pattern, replacement in (self.rename or {}).items():

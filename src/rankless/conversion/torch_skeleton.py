@@ -1,7 +1,7 @@
 """The bytes of a ``torch.save`` file that belong to no planned tensor, kept in memory: no file is written.
 
 :class:`~rankless.conversion.torch_target.PlannedTorchFile` lays out with it, on rank 0 of a save of one component. The
-bytes become the file: they must be exactly what ``torch.save`` writes.
+bytes become the file: they must be exactly the bytes that ``torch.save`` writes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class TorchSkeleton:
         return zip(self._starts[first:], self._pieces[first:], strict=True)
 
     def fill(self, contents: Mapping[int, bytes]) -> list[tuple[int, bytes]]:
-        """Return all bytes that are known, by offset, with those of ``contents``, which are in holes.
+        """Return all bytes that are known, by offset, with the ``contents``, which are in holes.
 
         They are written into the file as they are.
         """

@@ -45,7 +45,7 @@ class TorchFileLayout(NamedTuple):
 
 
 class PlannedTorchFile:
-    """A ``torch.save`` file to be written, whose tree has tensors without data.
+    """A ``torch.save`` file to be written. Its tree has tensors without data.
 
     ``pickle_module`` provides the pickler, as in ``torch.save``. ``allowed`` are the globals that its pickle may name.
     """
@@ -137,7 +137,7 @@ def _locate_tensors(planned: Any, stored: Any) -> Iterator[tuple[torch.Tensor, i
 
 
 def state_dict_pairs(planned: Any, stored: Any) -> Iterator[tuple[torch.Tensor, TorchTensor]]:
-    """Pair the tensors of a tree that have bytes with those of the same tree as it was read from a file."""
+    """Pair the tensors of a tree that have bytes with the tensors of the same tree as it was read from a file."""
     if isinstance(planned, torch.Tensor):
         if isinstance(stored, TorchTensor) and stored.info.nbytes:
             yield planned, stored

@@ -33,7 +33,8 @@ class BatchSchedule:
     """A division of the samples ``[0, length)`` into global batches of ``batch`` samples.
 
     If the last batch of an epoch is not full, it is completed with the first samples of the next epoch. With
-    ``drop_last`` it is left out.
+    ``drop_last`` it is left out. For example, 10 samples in batches of 4: the third batch has the last two samples, and
+    two of the next epoch.
     """
 
     length: int
@@ -76,7 +77,10 @@ class BatchSchedule:
         return batch
 
     def count_batches(self) -> int:
-        """Return the number of batches of an epoch, counted from its first sample."""
+        """Return the number of batches of an epoch, counted from its first sample.
+
+        For example, 10 samples are 3 batches of 4, or 2 with ``drop_last``.
+        """
         return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
 
     def to_state(self, at: SchedulePosition) -> dict[str, Any]:

@@ -18,7 +18,7 @@ _ORDER_OPTIONS = frozenset({"batch_sampler", "sampler"})
 
 
 def describe_members(ranks: RankGroup, given: ProcessGroupArgument) -> str:
-    """Return the ranks that share the data as text, by which ranks of one group know each other."""
+    """Return the ranks that share the data as text: ranks of one group have the same text."""
     if given is None:
         return "all ranks"
     return f"ranks {', '.join(map(str, ranks.global_ranks()))}" if ranks.size > 1 else ""

@@ -34,8 +34,8 @@ class ResumableLoader:
     """A loader of training batches that can be saved, and resumed as ``dataloader=`` on any number of ranks.
 
     Iterating gives the batches of this rank from the current position to the end of the epoch; iterating again gives
-    those of the next epoch. The position moves when a batch is returned, however far workers have read ahead.
-    A loader has one position, so it has one iteration at a time: a new iteration, and ``load_state_dict``, end the
+    the batches of the next epoch. The position moves when a batch is returned, however far workers have read ahead. A
+    loader has one position, so it has one iteration at a time: a new iteration, and ``load_state_dict``, end the
     current one, which raises ``StateError`` if it is used again.
 
     Every sample of an epoch is used once, by one rank, also if the number of ranks or the batch size changes during the
@@ -50,7 +50,7 @@ class ResumableLoader:
         shuffle: use a new order in each epoch; else the order of the dataset.
         seed: the order depends only on the seed and on the epoch.
         drop_last: leave out the last batch of an epoch if it is not full.
-        process_group: the ranks that share the data: those of the data-parallel dimension, if there are others. The
+        process_group: the ranks that share the data: the data-parallel dimension's ranks, if there are others. The
             default is the default group, or this process alone if there is none.
         options: options of ``torch.utils.data.DataLoader``, such as ``num_workers``, ``collate_fn``, ``pin_memory``.
             ``in_order=False`` is refused: batches that come in another order have no position.
@@ -100,7 +100,7 @@ class ResumableLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch in which the next batch starts, from 0."""
+        """The epoch of the first sample of the next batch, from 0."""
         return self._position.epoch
 
     @property

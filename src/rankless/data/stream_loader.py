@@ -52,7 +52,7 @@ class _ShardSample(NamedTuple):
 class _Origin:
     """The samples of a batch, and the lengths of the shards that its worker has read to their ends meanwhile.
 
-    It is no sequence: what pins memory looks for tensors in these.
+    It is no sequence: code that pins memory looks for tensors in these.
     """
 
     __slots__ = ("lengths", "used")
@@ -78,12 +78,15 @@ class _Work(NamedTuple):
     size: int
 
     def describe(self) -> str:
-        """Return a text that no other rank has, and that changes when samples are used."""
+        """Return a text that no other rank has, and that changes when samples are used.
+
+        For example, ``0/3/1/40`` for the seed 0, rank 3 and epoch 1.
+        """
         used = sum(progress.next + len(progress.ahead) for progress in self.own.shards.values())
         return f"{self.plan.seed}/{self.rank}/{self.own.epoch}/{used}"
 
     def iterate(self, worker: int, workers: int) -> Iterator[tuple[Shard, ShardProgress]]:
-        """Yield the shards of a worker, without end, each with what was used of it.
+        """Yield the shards of a worker, without end, each with its progress.
 
         They change from epoch to epoch also if the order of shards does not: else a worker that has got short ones
         would be more and more epochs ahead of the others.
@@ -109,10 +112,10 @@ class StreamLoader:
         for step, batch in enumerate(loader, checkpointer.resume() + 1):
             ...
 
-    A stream consists of shards, such as files, each of which is read by one worker of one rank. In each epoch every
-    sample is used once, also if the number of ranks, of workers or the batch size changes: what counts is what the
-    training has got, however far workers have read ahead. The iteration does not end: after the last shard of an epoch
-    a rank goes on with its shards of the next one, so that all ranks have a batch at each step. So it has no length.
+    A stream consists of shards, such as files. One worker of one rank reads each of them. In each epoch every sample is
+    used once, also if the number of ranks, of workers or the batch size changes: the batches that the training has got
+    count, however far workers have read ahead. The iteration does not end: after the last shard of an epoch a rank goes
+    on with its shards of the next one, so that all ranks have a batch at each step. So it has no length.
 
     A loader has one position, so it has one iteration at a time: a new iteration, and ``load_state_dict``, end the
     current one, which raises ``StateError`` if it is used again.
@@ -120,15 +123,16 @@ class StreamLoader:
     Random numbers that ``read`` and ``collate_fn`` draw within workers depend on the seed, the rank and the position.
 
     Args:
-        shards: What each shard is for ``read``: names of files, numbers, whatever can be pickled. All ranks pass the
-            same, in the same order; a resumed training may not have others.
+        shards: A value for each shard, which ``read`` gets: names of files, numbers, whatever can be pickled. All ranks
+            pass the same, in the same order; a resumed training may not have others.
         read: Is called with a shard and a number, and yields the samples of the shard from the one with this number
             on: the same ones, in the same order, each time.
         batch_size: The number of samples of one batch of one rank.
         shuffle: Read the shards of each epoch in another order; else in their own.
-        shuffle_buffer: The number of samples from which each worker takes one at random; 0 leaves them in their order.
+        shuffle_buffer: The number of samples that each worker keeps, to take one at random; 0 leaves them in their
+            order.
         seed: The order of shards depends only on the seed and the epoch.
-        process_group: The ranks that share the data: those of the data-parallel dimension, if there are others. The
+        process_group: The ranks that share the data: the data-parallel dimension's ranks, if there are others. The
             default is the default group, or this process alone if there is none.
         options: Options of ``torch.utils.data.DataLoader``, such as ``num_workers``, ``collate_fn``, ``pin_memory``.
 
@@ -166,7 +170,7 @@ class StreamLoader:
         self._names = _digest_names(shards)
         self._sharing_ranks = describe_members(ranks, process_group)
         self._plan = StreamPlan(len(shards), seed, shuffle)
-        #: What all ranks together had used when they began, or were resumed, and what this one has used since.
+        #: The common progress of all ranks when they began, or were resumed, and the progress of this one since.
         self._base, self._own = StreamProgress(), StreamProgress()
         #: The shards of this rank that are left of its epoch.
         self._left: set[Shard] = set()
@@ -193,7 +197,7 @@ class StreamLoader:
 
     @property
     def epoch(self) -> int:
-        """The first epoch of which this rank has not used all of its shards, from 0."""
+        """The first epoch, from 0, that this rank has not used all its shards of."""
         return self._own.epoch
 
     @property
@@ -243,14 +247,14 @@ class StreamLoader:
         return self._own.shards[shard]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch returned: that of this rank, and the one from which all began."""
+        """Return the position after the last batch returned: this rank's, and the common one that all began from."""
         plan = self._plan
         settings = {"count": plan.count, "seed": plan.seed, "shuffle": plan.shuffle}
         own = {"rank": self._rank, "size": self._size, "own": self._own.to_state()}
         return {**own, "plan": settings, "base": self._base.to_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the position of a training on one rank: :meth:`load_state_dicts` takes those of several."""
+        """Continue from the position of a training on one rank: :meth:`load_state_dicts` is for several ranks."""
         self.load_state_dicts([state])
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:

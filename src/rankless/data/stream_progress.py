@@ -1,12 +1,13 @@
-"""The progress in a stream of shards: what is left of it, and which rank reads that. Pure functions, no I/O.
+"""The progress in a stream of shards: the rest of it, and which rank reads which shard. Pure functions, no I/O.
 
-A stream consists of shards, each of which is read from its begin. Epoch after epoch each shard is read once, by one
-rank. A rank notes for each of its shards how far its training has used the samples. From what all ranks have noted
-follows what is left, and that is divided over any number of ranks: :func:`join`.
+A stream consists of shards. Each is read from its begin. Epoch after epoch each shard is read once, by one rank. A rank
+notes for each of its shards how far its training has used the samples. The notes of all ranks together give the rest,
+and that is divided over any number of ranks: :func:`join`. For example, two ranks have used 3 and 5 samples of a shard
+each; a single rank then reads both shards on from there.
 
 :class:`~rankless.data.stream_loader.StreamLoader` asks it on each rank. Which rank reads which shard follows from the
 states alone: no message is sent. The states are stored. All ranks must get the same division from the same states: no
-clock, and no random numbers but those of the seed.
+clock, and no random numbers but the seed's.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class StreamPlan:
         return [(epoch, number) for number in self.order(epoch) if not base.of((epoch, number)).is_finished]
 
     def join(self, base: StreamProgress, parts: Sequence[StreamProgress]) -> StreamProgress:
-        """Return the progress of all ranks together. ``parts`` are those of the ranks, which went on from ``base``."""
+        """Return the progress of all ranks together. ``parts`` are the ranks' own, which went on from ``base``."""
         joined = base.copy()
         for part in parts:
             joined.shards |= {shard: known for shard, known in part.copy().shards.items() if shard[0] >= part.epoch}

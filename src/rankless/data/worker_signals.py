@@ -1,7 +1,7 @@
 """Protection of data loader workers from signals that tell a job to end.
 
-``torchrun`` and Slurm send the signal to all processes of a job. A ``DataLoader`` whose workers die of it raises an
-error in the training process, which then does not get to its last checkpoint.
+``torchrun`` and Slurm send the signal to all processes of a job. If the workers of a ``DataLoader`` die of it, it
+raises an error in the training process, which then does not get to its last checkpoint.
 
 The loaders of rankless protect their workers with it; for other loaders, users pass :func:`shield_worker`.
 """

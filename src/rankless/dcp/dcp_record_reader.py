@@ -1,4 +1,4 @@
-"""A DCP folder that is open for reading: its records, each of which is a chunk of a tensor or a value.
+"""A DCP folder that is open for reading: its records. Each is a chunk of a tensor, or a value.
 
 :class:`~rankless.dcp.storage_reader.FileSystemReader` opens one on each rank when torch asks for the metadata, and
 reads with it in the thread of ``dcp.load``. Values are read without running their pickle.
@@ -127,7 +127,7 @@ class DcpFolder:
     def read_value(self, item: ReadItem) -> bytes:
         """Return the pickle of a value: plain types, or an in-memory file.
 
-        The value is read without running code, and pickled anew, because torch will unpickle what it gets.
+        The value is read without running code, and pickled anew, because torch will unpickle it.
         """
         window = self.open_window(item)
         window.read(0, window.size)  # verifies the whole record if there are checksums

@@ -25,7 +25,7 @@ from rankless.storage.filesystem_kind import is_local
 def pending_directory(final: Path) -> PendingDirectory:
     """Return the pending directory of saves to a path.
 
-    Its name is the same on all ranks and at each save, because planners cache what the first save returned.
+    Its name is the same on all ranks and at each save, because planners cache the result of the first save.
     """
     digest = f"{crc64(final.name.encode()):016x}"
     return PendingDirectory(final, HiddenName(final.name, digest, digest, "partial"))
@@ -34,8 +34,8 @@ def pending_directory(final: Path) -> PendingDirectory:
 def find_pending(final: Path) -> Path:
     """Return the path of the pending directory that rank 0 has created for this save.
 
-    A client of a network file system may remember the name as that of an earlier save, which has become a checkpoint.
-    It asks the server again if the parent directory is listed.
+    A client of a network file system may remember the name from an earlier save, which has become a checkpoint. It asks
+    the server again if the parent directory is listed.
 
     Each rank calls it when it writes.
     """
@@ -45,7 +45,7 @@ def find_pending(final: Path) -> Path:
 
 
 def create_pending(final: Path, *, overwrite: bool) -> PendingDirectory:
-    """Create the pending directory (rank 0 only), and remove what an interrupted save left there.
+    """Create the pending directory (rank 0 only), and remove the leftovers of an interrupted save there.
 
     Raises ``TagExistsError`` if something is in the way, ``StorageError`` if a save is in progress.
     """

@@ -46,10 +46,10 @@ class SaveOutput(Protocol):
         """Raise ``RankMismatchError`` if a file that some rank has written is missing (rank 0 only)."""
 
     def publish(self, metadata: bytes, encoded_checksums: bytes) -> None:
-        """Write the metadata, from which on readers see the checkpoint (rank 0 only)."""
+        """Write the metadata: from then on readers see the checkpoint (rank 0 only)."""
 
     def discard(self, results: Sequence[WriteResult] = ()) -> None:
-        """Remove what was written, after a failure (rank 0 only). ``results`` are those of all ranks."""
+        """Remove the written files, after a failure (rank 0 only). ``results`` are the results of all ranks."""
 
 
 def make_output(path: Path, *, sync_files: bool) -> SaveOutput:

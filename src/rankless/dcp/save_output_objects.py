@@ -1,21 +1,21 @@
 """The output of a DCP save in an object store: files with names of their own, and then one object that names them.
 
 A store cannot rename a folder. But the metadata names the files, and it is one object, which a store replaces in one
-step. So no two saves use the same names of files, and readers of DCP find the files of the old checkpoint or those of
-the new one. Each rank uploads its own files, so that ranks on several hosts need no shared file system.
+step. So no two saves use the same names of files, and readers of DCP find the files of the old checkpoint or of the new
+one. Each rank uploads its own files, so that ranks on several hosts need no shared file system.
 
 Files that nothing names are left by a save that has failed or died, or that is stopped. A later save removes them if
 they are a day old, or an hour if their checksums are there. A save that is stopped must not publish them after that. So
 a save replaces only the metadata that was there when it began, by a conditional write, and one that removes leftovers
-lists them, then replaces the metadata, and removes them at last. What it removes was listed before, so the condition of
-the stopped save fails. A save whose condition fails tries again with the new metadata, unless it has taken so long that
-its files may have been listed.
+lists them, then replaces the metadata, and removes them at last. The removed files were listed before, so the condition
+of the stopped save fails. A save with a failed condition tries again with the new metadata, unless it has taken so long
+that its files may have been listed.
 
-A save may so replace another one whose reply was lost, and which tries again. So the files of a checkpoint that another
+A save may so replace another one that has lost its reply, and tries again. So the files of a checkpoint that another
 process has saved within the last hour are not removed at once, but by a later save: its checksums name them.
 
 :class:`~rankless.dcp.storage_writer.FileSystemWriter` calls it in the steps of ``dcp.save``. The order must stay:
-files, checksums, a list of what may be removed, the metadata on a condition, then the removal.
+files, checksums, a list of files that may be removed, the metadata on a condition, then the removal.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _saved_here: set[str] = set()
 
 @dataclass(frozen=True)
 class _Replaced:
-    """The checkpoint that is there before a save: the names of its files, and that of its checksums, if it has some."""
+    """The checkpoint that is there before a save: the names of its files, and its checksums' name, if it has some."""
 
     names: frozenset[str] = frozenset()
     checksums_name: str = ""
@@ -150,7 +150,7 @@ class ObjectOutput:
         return [name for name in missing if not store_of(self._path).is_file(self._path / name)]  # a list may lag
 
     def publish(self, metadata: bytes, encoded_checksums: bytes) -> None:
-        """Write the checksums, and then the metadata. Remove what is not needed any more."""
+        """Write the checksums, and then the metadata. Remove files that are not needed any more."""
         name = checksums_json.name_checksums(metadata)
         written = time.time()  # before the request: the process may be stopped in it
         self._store.replace_small(self._path / name, encoded_checksums)
@@ -164,7 +164,7 @@ class ObjectOutput:
         self._is_begun = False
         self._check_intact(metadata)
         self._remove(found.removable - self._names - {name})
-        with suppress(RanklessError):  # a save does not fail because of what another one has left
+        with suppress(RanklessError):  # a save does not fail because of leftovers of another one
             self._abort_uploads()
 
     def _check_intact(self, metadata: bytes) -> None:
@@ -174,7 +174,7 @@ class ObjectOutput:
             raise StorageError(errno.ENOENT, f"another process has removed {self._path / missing[0]}: save again")
 
     def _look_around(self, version: str | None) -> _Found:
-        """Return what there is before the metadata is replaced. What cannot be read is replaced, and its files stay."""
+        """Return the state before the metadata is replaced. Unreadable metadata is replaced, and its files stay."""
         removable = set[str]()
         with suppress(RanklessError):
             replaced = self._read_current()
@@ -194,12 +194,12 @@ class ObjectOutput:
         return is_written
 
     def _check_may_retry(self, name: str, written: float) -> None:
-        """Raise an error if the save must not replace what another process has saved meanwhile."""
+        """Raise an error if the save must not replace the checkpoint that another process has saved meanwhile."""
         now = time.time()
         if not self._overwrite:
             self._remove([name])
             raise TagExistsError(f"another process has saved to {self._path} meanwhile; its checkpoint was left")
-        # Clocks may differ, so half of the time after which another process may have listed the files.
+        # Clocks may differ, so half of the time that must pass until another process may have listed the files.
         if now - self._began > ABANDONED_SECONDS / 2 or now - written > _REPEAT_SECONDS / 2:
             self._remove([name])
             raise StorageError(
@@ -267,6 +267,6 @@ def _is_old(info: ObjectInfo, seconds: float) -> bool:
 
 
 def _rename_file(result: WriteResult, name: str) -> WriteResult:
-    """Return the result of a record whose file has got another name."""
+    """Return the result of a record after its file has got another name."""
     item: WrittenItem = result.storage_data
     return replace(result, storage_data=replace(item, info=replace(item.info, relative_path=name)))

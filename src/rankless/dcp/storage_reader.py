@@ -1,4 +1,4 @@
-"""A ``StorageReader`` for ``dcp.load``: verifies what it reads, runs no code, reads only needed ranges.
+"""A ``StorageReader`` for ``dcp.load``: verifies all bytes that it reads, runs no code, reads only needed ranges.
 
 torch calls the methods: each rank reads the metadata and its plan, in the thread of ``dcp.load``.
 :mod:`rankless.torchtitan.manager` loads with it, too. No pickle may run unless the user passes ``weights_only=False``.
@@ -89,7 +89,7 @@ class FileSystemReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank needs, in the order of the files."""
+        """Read the records that this rank needs, in the order of the files."""
         folder = self._folder
         if folder is None:
             raise InvalidArgumentError(f"the metadata of {self.path} was not read: call read_metadata first")

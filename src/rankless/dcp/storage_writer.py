@@ -1,7 +1,7 @@
 """A ``StorageWriter`` that writes torch's files into a folder which appears when it is complete and durable.
 
 torch calls the methods: rank 0 prepares the global plan and finishes, each rank writes, in the thread of ``dcp.save``
-or in that of ``dcp.async_save``. A rank that fails must return its error as a result, or the others would wait.
+or of ``dcp.async_save``. A rank that fails must return its error as a result, or the others would wait.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from rankless.storage.reader_pool import ReaderPool
 
 
 class FileSystemWriter(StorageWriter, BlockingAsyncStager):
-    """Writes what torch's ``FileSystemWriter`` writes, for ``dcp.save`` and ``dcp.async_save``.
+    """Writes the files of torch's ``FileSystemWriter``, for ``dcp.save`` and ``dcp.async_save``.
 
     The folder appears, or replaces the previous one, atomically, when all ranks have written and everything is durable.
     A crash or a failed rank leaves the previous checkpoint unchanged, and a hidden folder, which the next save to the
     same path removes. ``checksums.json`` next to the files holds their CRCs; torch itself does not read it.
 
-    The arguments are those of torch's writer, and are kept as attributes of the same names. ``save_id`` is different
-    for each save.
+    The arguments are the same as of torch's writer, and are kept as attributes of the same names. ``save_id`` is
+    different for each save.
 
     Args:
         path: the folder, or the URL of one in an object store; ``checkpoint_id`` of a save replaces it.
@@ -112,7 +112,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         return super().stage(state_dict)
 
     def storage_meta(self) -> StorageMeta:
-        """Return what the metadata says about the save."""
+        """Return the description of the save in the metadata."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -136,7 +136,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         return [replace(plan, storage_data=_StoragePrefix(f"__{rank}_")) for rank, plan in enumerate(plans)]
 
     def _renew_output(self) -> None:
-        """Prepare for another save. Remove what is left of one that failed and did not call :meth:`finish`."""
+        """Prepare for another save. Remove the leftovers of one that failed and did not call :meth:`finish`."""
         self._output.discard()
         self._output = make_output(self.path, sync_files=self.sync_files)
 

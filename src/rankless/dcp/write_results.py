@@ -1,4 +1,4 @@
-"""Write results: what each rank reports to rank 0 about the records it has written.
+"""Write results: each rank's report to rank 0 about the records that it has written.
 
 :class:`~rankless.dcp.storage_writer.FileSystemWriter` hashes on each rank, and checks on rank 0 in ``finish``. Records
 are hashed as they are read back from the file. All ranks must see the same files: rank 0 looks for each one before the

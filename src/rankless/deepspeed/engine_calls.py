@@ -1,7 +1,7 @@
 """``save_checkpoint`` and ``load_checkpoint`` for DeepSpeed engines, in the form of the engine's own methods.
 
-A training script calls them on every rank. What may fail on one rank alone is done in the vote "reading the engine's
-state".
+A training script calls them on every rank. Steps that may fail on one rank alone are done in the vote "reading the
+engine's state".
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def save_checkpoint(
     the same names. So other jobs load both, and the files are the same for any number of ranks and stage of ZeRO.
 
     Args:
-        engine: What ``deepspeed.initialize`` returned.
+        engine: The engine that ``deepspeed.initialize`` returned.
         path: The run directory, on a file system that all ranks share, or in an object store.
         tag: The name of the checkpoint; ``global_stepN`` by default.
         client_state: A tree of plain values and tensors, which :func:`load_checkpoint` returns. Saved from rank 0.
@@ -136,7 +136,7 @@ def load_checkpoint(
     """Load a checkpoint into an engine, on any number of ranks and with any stage of ZeRO. Every rank must call it.
 
     Args:
-        engine: What ``deepspeed.initialize`` returned.
+        engine: The engine that ``deepspeed.initialize`` returned.
         path: A run directory, or one checkpoint of any format that rankless reads, such as DeepSpeed's own.
         tag: The checkpoint of the run: its tag, an alias, or the latest one by default.
         load_module_only: Load only the weights: no optimizer states, scheduler and counters.

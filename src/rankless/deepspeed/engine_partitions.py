@@ -1,4 +1,4 @@
-"""Opening an engine: which part of each parameter this rank has, and in which tensors.
+"""Opening an engine: this rank's part of each parameter, and the tensors that hold it.
 
 Source: ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``, ``runtime/bf16_optimizer.py`` and
 ``runtime/fp16`` of DeepSpeed 0.19.8.
@@ -44,13 +44,13 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """A flat tensor of which each rank has a part.
+    """A flat tensor. Each rank has a part of it.
 
     Attributes:
-        flat: The part of this rank, which is what its optimizer holds.
-        length: The number of elements of each rank's part of what is divided: a group of parameters, or one parameter.
+        flat: The part of this rank, which its optimizer holds.
+        length: The number of elements of each rank's part of the divided group of parameters, or of one parameter.
         place: The place of this rank.
-        start: The offset in ``flat`` of what is divided.
+        start: The offset in ``flat`` of the divided group or parameter.
     """
 
     flat: torch.Tensor
@@ -59,7 +59,7 @@ class FlatGroup:
     start: int = 0
 
     def make_shard(self, names: Sequence[str], shape: tuple[int, ...], offset: int) -> FlatShard:
-        """Return the shard of a parameter that begins at element ``offset`` of what is divided."""
+        """Return the shard of a parameter that begins at element ``offset`` of the divided group."""
         first = self.place.rank * self.length
         low, high = (min(max(edge - first, 0), self.length) for edge in (offset, offset + math.prod(shape)))
         low, high = self.start + low, self.start + high

@@ -57,7 +57,7 @@ class EngineState:
     end: Callable[[], None] = field(default=_do_nothing)
 
     def check_weights(self) -> None:
-        """Raise ``StateError`` naming a parameter whose weights are not those of its master weights.
+        """Raise ``StateError`` naming a parameter with weights that do not follow from its master weights.
 
         A save calls it on each rank, in the vote "reading the engine's state".
         """

@@ -31,13 +31,13 @@ _SOURCE_KEYS = frozenset(
 #: The state of DeepSpeed's own schedulers, which torch's cannot load.
 _COUNTER = frozenset({"last_batch_iteration"})
 
-#: What a loss scaler changes while it trains; everything else of it is configuration.
+#: The attributes that a loss scaler changes in a training; all others are configuration.
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 @dataclass(frozen=True)
 class EngineContent:
-    """The values to save: those of all ranks, and a scheduler of torch, which is a component of its own."""
+    """The values to save: values of all ranks, and a scheduler of torch, which is a component of its own."""
 
     user_content: dict[str, Any]
     scheduler: Any
@@ -70,7 +70,7 @@ def collect_values(engine: Any, client_state: Mapping[str, Any]) -> EngineConten
 
 
 def as_component(scheduler: Any) -> Any:
-    """Return a scheduler of torch, and ``None`` for one of DeepSpeed's own, whose state is among the values."""
+    """Return a scheduler of torch, and ``None`` for one of DeepSpeed's own: its state is among the values."""
     return None if scheduler is not None and scheduler.state_dict().keys() == _COUNTER else scheduler
 
 

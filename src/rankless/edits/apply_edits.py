@@ -106,7 +106,7 @@ class ReaderEdit(msgspec.Struct, frozen=True):
 
 
 def _list_tensors(number: int, reader: Reader) -> Mapping[str, Mapping[str, EditedTensor]]:
-    """Return the stored tensors of the checkpoint of this number. What cannot be read is none of them."""
+    """Return the stored tensors of the checkpoint of this number. Entries that cannot be read are none of them."""
     return {
         group: {name: StoredFormula(StoredKey(number, group, name), info) for name, info in sorted(names.items())}
         for group, names in reader.groups.items()
@@ -114,7 +114,7 @@ def _list_tensors(number: int, reader: Reader) -> Mapping[str, Mapping[str, Edit
 
 
 def _open_others(verb: Average, reader: Reader) -> list[Reader]:
-    """Open the checkpoints with which one is averaged, from the oldest to the newest."""
+    """Open the checkpoints that one is averaged with, from the oldest to the newest."""
     if verb.paths:
         return [open_latest(parse_location(path)) for path in verb.paths]
     infos = list_checkpoints(reader.path.parent) if isinstance(reader, NativeReader) else []

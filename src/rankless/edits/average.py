@@ -20,12 +20,13 @@ _COMPLEX = "C64"
 class Average(msgspec.Struct, frozen=True, tag_field="verb", tag="average", forbid_unknown_fields=True):
     """Average floating-point tensors of models, masters and moments: ``(a + b + …) / n`` in float64, cast once.
 
-    Checkpoints are added up from the oldest to the newest. Integers, counts of steps, and values are those of the
-    newest, which is the checkpoint that is edited.
+    Checkpoints are added up from the oldest to the newest. Integers, counts of steps, and values come from the newest,
+    which is the checkpoint that is edited.
 
     Args:
-        last: How many checkpoints of the run, up to the one that is edited.
-        paths: Other checkpoints instead, in the order in which they are added up, before the one that is edited.
+        last: How many checkpoints of the run, up to the one that is edited: for example, ``3`` averages it with the two
+            before.
+        paths: Other checkpoints instead, in the order of the sum, before the one that is edited.
     """
 
     last: int = 0

@@ -1,4 +1,4 @@
-"""Optimizer states that cannot follow parameters that move, because they do not say to which of them they belong.
+"""Optimizer states that cannot follow parameters that move, because they do not name their parameters.
 
 ``torch.save`` of an optimizer, and so transformers' ``Trainer`` and Accelerate, write numbers in place of names; a load
 matches them with the parameters of the training. ``LBFGS`` has one vector for all parameters.
@@ -24,7 +24,7 @@ from rankless.formats.reader import Reader, UnreadTensorNote
 from rankless.inspection.placeholders import PlaceholderCodec
 from rankless.ondisk.value_files import BY_NUMBER
 
-#: A number, after that of the optimizer if there are several.
+#: A number, after the optimizer's number if there are several.
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 #: The verbs that leave each parameter in its place, with its shape.
@@ -42,14 +42,14 @@ _FLAT = "belongs to all parameters together, so that it cannot follow parameters
 
 
 class BoundStates(msgspec.Struct, frozen=True):
-    """The optimizers whose states cannot follow parameters that move: of numbers, and of one vector for all."""
+    """The optimizers with states that cannot follow parameters that move: of numbers, and of one vector for all."""
 
     numbered: frozenset[str] = frozenset()
     flat: frozenset[str] = frozenset()
 
 
 def find_bound_states(reader: Reader, catalog: Catalog) -> BoundStates:
-    """Return the optimizers of a checkpoint whose states cannot follow. Reads its values."""
+    """Return the optimizers of a checkpoint that have states which cannot follow. Reads its values."""
     shared_codec, rank_codec = (PlaceholderCodec(reader.groups.get(group, {})) for group in ("state", "ranks"))
     shared = reader.read_values(0, shared_codec, rank_codec).shared
     optimizers = {slot: value for slot, value in shared.items() if slot.partition("/")[0] == OPTIMIZER}
@@ -92,7 +92,7 @@ def _is_numbered(catalog: Catalog, slot: str, optimizer: Mapping[str, Any]) -> b
 
 
 def _is_flat(group: Mapping[str, Any]) -> bool:
-    """Return whether the states of a parameter group are of all its parameters together: those of ``LBFGS`` are."""
+    """Return whether the states of a parameter group are of all its parameters together, as with ``LBFGS``."""
     return str(group.get("class")).rpartition(".")[2] == "LBFGS"
 
 

@@ -44,7 +44,10 @@ class Cast(msgspec.Struct, frozen=True, tag_field="verb", tag="cast", forbid_unk
 
 
 def parse_dtype(name: str) -> str:
-    """Return the name in files of a dtype that elements can be cast to. Raises ``InvalidArgumentError``."""
+    """Return the name in files of a dtype that elements can be cast to. Raises ``InvalidArgumentError``.
+
+    For example, ``"BF16"`` for ``bfloat16``.
+    """
     dtype = BY_TORCH_NAME.get(name)
     if dtype not in UNSCALED_FLOATS:
         names = ", ".join(sorted(TORCH_NAMES[known] for known in UNSCALED_FLOATS))

@@ -1,10 +1,10 @@
 """Casts of floating-point elements, as torch rounds them: to the nearest value, in a tie to the even one.
 
-All NaNs become one, because which one torch makes of a NaN depends on the processor. torch takes no part in it, so that
-the bytes are the same with and without it.
+All NaNs become one, because torch makes different NaNs of a NaN on different processors. torch takes no part in it, so
+that the bytes are the same with and without it.
 
-:mod:`rankless.conversion.input_files` passes it to what streams tensors, in the threads that write. The bytes must be
-equal on all processors, and to those of torch but for NaNs.
+:mod:`rankless.conversion.input_files` passes it to the code that streams tensors, in the threads that write. The bytes
+must be equal on all processors, and equal to torch's bytes but for NaNs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rankless.inspection.bits_to_floats import as_array, small_float_steps
 from rankless.ondisk.dtypes import NUMPY_NAMES, dtype_width
 from rankless.storage.aligned_memory import Bytes
 
-#: The number of elements that are cast at a time: what is computed from them stays in the cache of the processor.
+#: The number of elements that are cast at a time: intermediate results stay in the cache of the processor.
 _PIECE = 2**14
 
 #: dtypes of at most this many bytes have so few codes that a table has the cast of each.
@@ -93,7 +93,7 @@ def _round_to_odd(floats: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 @cache
 def _codes_of_tops(dtype: str) -> npt.NDArray[np.uint8]:
-    """Return the code of a dtype of one byte for each float32 whose lower half is 0, by its upper half."""
+    """Return the code of a dtype of one byte for each float32 with a lower half of 0, by its upper half."""
     bits = np.arange(2**16, dtype=np.uint32) << np.uint32(16)
     return _exponent_codes(bits) if dtype == "F8_E8M0" else _small_float_codes(bits, dtype)
 

@@ -34,7 +34,7 @@ ConfigChange = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Change(msgspec.Struct, frozen=True):
-    """A line of the report of an edit: the group, and what becomes of something in it."""
+    """A line of the report of an edit: the group, and the change of something in it."""
 
     group: str
     text: str
@@ -60,8 +60,8 @@ class Catalog(msgspec.Struct, frozen=True):
 
     ``config`` has the contents of ``config.json`` after these changes, empty if there is none. ``label`` names the
     checkpoint in messages. ``reconstructed`` are names of parameters and states that no stored tensor has. ``unread``
-    are states for which a verb has no rule: who asks for one gets an error. ``rows`` is the number of rows for tokens,
-    if a verb has changed it.
+    are states that a verb has no rule for: a read of one raises an error. ``rows`` is the number of rows for tokens, if
+    a verb has changed it.
     """
 
     label: str
@@ -100,12 +100,19 @@ class Catalog(msgspec.Struct, frozen=True):
         return (f"{MODEL}/{model}", bare) if named not in self.tensors and bare else (named, name)
 
     def name_in(self, optimizer: str, model: str, name: str) -> str:
-        """Return the name that an optimizer has for a parameter of a model: the reverse of :meth:`owner_of`."""
+        """Return the name that an optimizer has for a parameter of a model: the reverse of :meth:`owner_of`.
+
+        For example, ``net/0.weight`` for ``0.weight`` of the model ``model/net``, if one optimizer has several models.
+        """
         is_single = MODEL + optimizer.removeprefix(OPTIMIZER) in self.tensors
         return name if is_single else f"{model.partition('/')[2]}/{name}"
 
     def qualify(self, rename: RenameNames) -> RenameNames:
-        """Return the same change of names for names that begin with that of a model, as optimizers have them."""
+        """Return the same change of names for names that begin with a model's name, as optimizers have them.
+
+        For example, a change of ``0.weight`` to ``1.weight`` changes ``net/0.weight`` to ``net/1.weight``, if ``net``
+        is a model.
+        """
         models = {group.partition("/")[2] for group in self.groups_of(MODEL)} - {""}
 
         def rename_qualified(name: str) -> Sequence[str]:
@@ -115,16 +122,16 @@ class Catalog(msgspec.Struct, frozen=True):
         return rename_qualified
 
     def resolve(self, name: str) -> str:
-        """Return the name under which a tied parameter is stored."""
+        """Return the stored name of a tied parameter."""
         return next((tied[name] for group, tied in self.tied.items() if group in self.tensors and name in tied), name)
 
     def names(self) -> list[str]:
-        """Return the names of all parameters and buffers, those of ties too, each once."""
+        """Return the names of all parameters and buffers, names of ties too, each once."""
         names = [name for group in self.groups_of(MODEL) for name in (*self.tensors[group], *self.tied.get(group, {}))]
         return list(dict.fromkeys(names))
 
     def check_no_adapters(self, verb: str) -> None:
-        """Raise ``InvalidArgumentError`` if there are PEFT adapters, whose configuration names their modules."""
+        """Raise ``InvalidArgumentError`` if there are PEFT adapters: their configuration names their modules."""
         if self.groups_of(ADAPTER):
             raise InvalidArgumentError(
                 f"{verb}: {self.label} has PEFT adapters, which do not follow: merge them first, with rankless convert "
@@ -137,22 +144,23 @@ class Catalog(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, config=config, config_changes=(*self.config_changes, change))
 
     def with_changes(self, changes: Sequence[Change], reconstructed: Sequence[str] = ()) -> Catalog:
-        """Return the catalog with further lines of the report, and names of what is new."""
+        """Return the catalog with further lines of the report, and names of new tensors."""
         return msgspec.structs.replace(
             self, changes=(*self.changes, *changes), reconstructed=(*self.reconstructed, *reconstructed)
         )
 
 
-#: Returns what becomes of a parameter: its new names, each with the parameter as it is then. ``None``: it stays.
+#: Returns the parameters that one becomes: its new names, each with the parameter as it is then. ``None``: it stays.
 ChangeParameter = Callable[[Parameter], Sequence[Parameter] | None]
 
 
 def map_parameters(catalog: Catalog, change: ChangeParameter, rename: RenameNames) -> Catalog:
     """Return a catalog with other parameters.
 
-    ``change`` returns what becomes of a parameter with its states. ``rename`` does the same for names alone: of ties,
-    groups of optimizers and schedulers, and of states that are no tensors; it returns none for those that are dropped.
-    Raises ``InvalidArgumentError`` if two parameters would get one name.
+    ``change`` returns the parameters that one becomes, with their states. ``rename`` does the same for names alone: of
+    ties, groups of optimizers and schedulers, and of states that are no tensors; it returns no name for a dropped
+    parameter. For example, ``layers order=0,0`` makes ``layers.0.weight`` and ``layers.1.weight`` of
+    ``layers.0.weight``. Raises ``InvalidArgumentError`` if two parameters would get one name.
     """
     tensors: dict[str, dict[str, EditedTensor]] = {
         group: {} if group.partition("/")[0] in {MODEL, OPTIMIZER} else dict(names)

@@ -23,7 +23,7 @@ def read_config(reader: Reader) -> bytes | None:
 
 
 def check_tokenizer(reader: Reader, rows: int) -> None:
-    """Raise ``InvalidArgumentError`` if the tokenizer next to a model has tokens for which there is no row."""
+    """Raise ``InvalidArgumentError`` if the tokenizer next to a model has tokens without a row."""
     raw = _read_companion(reader, _TOKENIZER)
     largest = _largest_token(raw) if raw is not None else None
     if largest is not None and largest >= rows:

@@ -1,4 +1,4 @@
-"""Changes of a ``config.json`` of transformers that hold for its parts, too: the dtype, and what verbs change.
+"""Changes of a ``config.json`` of transformers that hold for its parts, too: the dtype, and entries that verbs change.
 
 Verbs use it, and :mod:`rankless.conversion.config_dtype` for the bytes of a file.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from rankless.ondisk.dtypes import TORCH_NAMES
 
-#: The names under which a configuration has the dtype of the weights, now and before transformers 5.
+#: The names that a configuration has for the dtype of the weights, now and before transformers 5.
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 #: The parts of a configuration that describe a model of text.
@@ -37,7 +37,7 @@ def text_parts(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def replace_dtypes(content: Any, dtype: str, depth: int = _MAX_DEPTH) -> Any:
-    """Return a configuration with a dtype of torch wherever it names one, but not that of quantization."""
+    """Return a configuration with a dtype of torch wherever it names one, except the dtype of quantization."""
     if not isinstance(content, dict) or not depth:
         return content
     replaced = {key: dtype for key in _DTYPE_KEYS if isinstance(content.get(key), str)}

@@ -22,10 +22,10 @@ from rankless.ondisk.data_files import TensorInfo
 #: The dtypes of weights with scales: FP8.
 _FP8 = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
 
-#: What the name of the scales of a weight has after the name of the weight.
+#: The endings that the name of the scales has after the name of the weight.
 _SCALES = ("_scale_inv", "_scale")
 
-#: What the names of the tensors of MXFP4 have after the name of the weight.
+#: The endings that the names of the tensors of MXFP4 have after the name of the weight.
 _BLOCKS, _EXPONENTS = "_blocks", "_scales"
 
 #: Scales of activations have fewer dimensions than a weight.
@@ -89,7 +89,7 @@ _Weights = dict[str, tuple[str, EditedTensor]]
 
 
 class _Quantised(msgspec.Struct, frozen=True):
-    """A model: its quantized weights as numbers, and the names of what is dropped with their scales."""
+    """A model: its quantized weights as numbers, and the names of scales and others that are dropped."""
 
     names: Collection[str]
     weights: _Weights

@@ -2,7 +2,7 @@
 
 The verbs of this package build them; :class:`rankless.formats.edited_reader.EditedReader` evaluates them, in the
 threads that read tensors, on each rank for the ranges that it needs. So equal formulas must give equal bytes on all
-ranks, whichever ranges they compute: sums have a fixed order, and random rows depend on their number alone.
+ranks, for any ranges that they compute: sums have a fixed order, and random rows depend on their number alone.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Zeros(msgspec.Struct, frozen=True):
 
 
 class Repeated(msgspec.Struct, frozen=True, dict=True):
-    """A tensor whose rows are all equal to the only row of another one."""
+    """A tensor with rows that are all equal to the only row of another one."""
 
     info: TensorInfo
     row: EditedTensor
@@ -197,7 +197,7 @@ class _MeanMemo:
 class NormalRows(msgspec.Struct, frozen=True):
     """Rows of normal random numbers with mean 0. Each row depends on the ``seed``, the ``name`` and its number alone.
 
-    The generator is NumPy's ``RandomState``, whose numbers are the same in all versions of NumPy.
+    The generator is NumPy's ``RandomState``. Its numbers are the same in all versions of NumPy.
     """
 
     info: TensorInfo

@@ -43,7 +43,7 @@ class Freeze(msgspec.Struct, frozen=True, tag_field="verb", tag="freeze", forbid
 
 
 class Unfreeze(msgspec.Struct, frozen=True, tag_field="verb", tag="unfreeze", forbid_unknown_fields=True):
-    """Let parameters join the optimizer: with the states of a new parameter, whose moments and steps are zero.
+    """Let parameters join the optimizer: with the states of a new parameter. Its moments and steps are zero.
 
     Args:
         include: Shell patterns of the parameters.
@@ -99,7 +99,7 @@ def add_trained(catalog: Catalog, siblings: Mapping[str, Parameter]) -> Catalog:
 def _new_state(
     parameter: EditedTensor, state: str, like: EditedTensor, sibling: EditedTensor, name: str
 ) -> EditedTensor:
-    """Return the state of a parameter that was never trained, given that of another one, its ``sibling``."""
+    """Return the state of a parameter that was never trained, given the same state of another one, its ``sibling``."""
     if sibling.info.shape == () != parameter.info.shape and state != STEP:
         raise InvalidArgumentError(
             f"unfreeze: the parameter that {name!r} is like has one value, so that its state {state!r} does not tell "
@@ -135,7 +135,7 @@ def _select(names: Sequence[str], patterns: Sequence[str], catalog: Catalog, ver
 
 
 def _in_optimizer_only(catalog: Catalog, frozen: Collection[str]) -> ValueChange:
-    """Return a change by which optimizers and schedulers no longer list parameters; models keep them."""
+    """Return a change that removes parameters from optimizers and schedulers; models keep them."""
     drop = rename_parameters(catalog.qualify(lambda name: () if name in frozen else (name,)))
 
     def change(shared: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 #: Entries of ``config.json`` that only models with an encoder and a decoder have.
 _TWO_STACKS = {"num_decoder_layers", "decoder_layers"}
 
-#: Entries of ``config.json`` with a list that has an element for each layer, and those with numbers of layers.
+#: Entries of ``config.json`` with a list that has an element for each layer, and entries with numbers of layers.
 _LISTS, _NUMBERS = ("layer_types", "no_rope_layers", "attention_layers"), ("mlp_only_layers", "full_attn_idxs")
 
 
@@ -33,7 +33,7 @@ class Layers(msgspec.Struct, frozen=True, tag_field="verb", tag="layers", forbid
     """Build the stack of layers anew from its own layers: name those to keep, to drop, or the whole order.
 
     Args:
-        order: The old number of each new layer. A layer may be named several times.
+        order: The old number of each new layer. A layer may be named several times, for example ``[0, 1, 1, 2]``.
         keep: The old numbers of the layers to keep.
         drop: The old numbers of the layers to drop.
         stack: The name of the list of layers, such as ``model.layers``, if there are several.
@@ -131,7 +131,10 @@ def _without_wrappers(stacks: Mapping[str, int]) -> dict[str, int]:
 
 
 def _pattern_of(stack: str) -> re.Pattern[str]:
-    """Return the pattern of names in a stack: what is before the number of the layer, the number, and the rest."""
+    """Return the pattern of names in a stack: the text before the number of the layer, the number, and the rest.
+
+    For example, ``model.layers`` splits ``model.layers.3.mlp.weight`` at ``3``.
+    """
     before = rf"(?:.*?\.)??{re.escape(stack)}\." if stack else r"(?:module\.)?"
     return re.compile(rf"({before})(\d{{1,9}})(\..*)")
 

@@ -1,7 +1,7 @@
 """Recipes: the verbs of an edit, in order, as texts of the command line, as a TOML file, or as its tables.
 
 :func:`parse_recipe` checks everything that can be checked without the checkpoint, on each rank, before anything is
-opened. :func:`encode_recipe` returns the text that manifests record, and by which ranks compare their arguments.
+opened. :func:`encode_recipe` returns the text that manifests record. Ranks compare their arguments by it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rankless.storage.posix import read_small
 #: A step of an edit.
 Verb = Union[Average, Cast, Dequantise, Freeze, Layers, Rename, ResizeVocab, Unfreeze, Upcycle]  # noqa: UP007 - of msgspec
 
-#: What users pass as an edit: the path of a recipe, or verbs as texts, or as tables of a recipe.
+#: The argument that users pass as an edit: the path of a recipe, or verbs as texts, or as tables of a recipe.
 Edit = str | PathLike[str] | Sequence[str | Mapping[str, Any]]
 
 #: The most verbs of a recipe, and the largest file.
@@ -42,7 +42,7 @@ _DIGITS = 5
 #: The classes by the name of the verb.
 VERBS: dict[str, type[Any]] = {verb.__struct_config__.tag: verb for verb in get_args(Verb)}
 
-#: What may be given without its name, as the first word after the verb.
+#: The argument that may be given without its name, as the first word after the verb.
 _FIRST = {
     "resize-vocab": "size",
     "freeze": "include",
@@ -81,7 +81,7 @@ def encode_recipe(verbs: Sequence[Verb]) -> str:
 def describe_recipe(recipe: str) -> str:
     """Return a recipe of a manifest as the command line has it, without arguments that have their defaults.
 
-    One of a newer version, with verbs that are not known, is returned as it is.
+    For example, ``layers drop=4,5``. One of a newer version, with verbs that are not known, is returned as it is.
     """
     try:
         verbs = [_convert(table) for table in msgspec.json.decode(recipe, type=list[dict[str, Any]])]
@@ -139,7 +139,7 @@ def _parse_text(text: str) -> Verb:
 
 
 def _parse_value(verb: type[Any], key: str, value: str) -> Any:
-    """Return an argument as its type is: a number, a text, or a list, whose elements have commas between them."""
+    """Return an argument by its type: a number, a text, or a list with commas, such as ``[0, 4, 5]`` for ``0,4-5``."""
     types = {field.name: str(field.type) for field in msgspec.structs.fields(verb)}
     kind = types.get(key, "str")
     if "list[int]" in kind:

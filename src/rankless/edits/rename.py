@@ -16,7 +16,8 @@ class Rename(msgspec.Struct, frozen=True, tag_field="verb", tag="rename", forbid
     """Give parameters other names.
 
     Args:
-        names: Regular expressions with their replacements, as in :func:`re.sub`, in order.
+        names: Regular expressions with their replacements, as in :func:`re.sub`, in order: for example ``{"^net":
+            "model"}``.
     """
 
     names: dict[str, str]

@@ -36,7 +36,7 @@ _EMBEDDINGS = (
     "embed.weight",
 )
 
-#: The ends of names of what has a row for each token as well.
+#: The ends of names of other tensors that have a row for each token as well.
 _HEADS = (
     *("lm_head.weight", "lm_head.bias", "embed_out.weight", "output.weight", "output_layer.weight", "head.weight"),
     *("head.bias", "final_logits_bias", "predictions.bias", "predictions.decoder.weight", "predictions.decoder.bias"),
@@ -87,7 +87,7 @@ class ResizeVocab(msgspec.Struct, frozen=True, tag_field="verb", tag="resize-voc
         return replace(refused, rows=self.size).with_changes(changes, reconstructed).with_config(self._change_config)
 
     def _find_names(self, catalog: Catalog) -> set[tuple[str, str]]:
-        """Return all tensors with a row for each token by group and name: also those of averages of the model."""
+        """Return all tensors with a row for each token by group and name: also tensors of averages of the model."""
         sizes = {(p.group, p.name): p.tensor.info.shape[:1] for p in catalog.parameters()}
         stored = {(group, alias): (group, name) for group, tied in catalog.tied.items() for alias, name in tied.items()}
         named = {key: key for key in sizes} | {alias: key for alias, key in stored.items() if key in sizes}

@@ -1,4 +1,4 @@
-"""The rules by which edits fill rows that no stored tensor has: of embeddings, heads and routers.
+"""The rules for rows that edits add and no stored tensor has: of embeddings, heads and routers.
 
 Verbs ask it when they build a catalog. The rule is part of the recipe, as text: ``mean``, ``zeros``, ``copy:7``,
 ``normal:0.02``.
@@ -54,7 +54,7 @@ class RowRule(msgspec.Struct, frozen=True):
 
 
 def parse_rule(text: str, seed: int) -> RowRule:
-    """Return the rule that a recipe names. Raises ``InvalidArgumentError``."""
+    """Return the rule that a recipe names, such as ``copy:0`` or ``normal:0.02``. Raises ``InvalidArgumentError``."""
     if not 0 <= seed < _SEEDS:
         raise InvalidArgumentError(f"seed must be 0 to {_SEEDS - 1}; got {seed}")
     match = _RULE.fullmatch(text)
@@ -79,5 +79,5 @@ def _parse_float(text: str) -> float | None:
 
 
 def describe_size(info: TensorInfo) -> str:
-    """Return the shape of a tensor for reports."""
+    """Return the shape of a tensor for reports. For example, ``2x3``."""
     return "x".join(map(str, info.shape)) or "one value"

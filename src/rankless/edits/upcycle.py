@@ -1,6 +1,6 @@
 """The verb ``upcycle``: each dense MLP becomes equal experts and a router, with the states of the MLP.
 
-The names of experts are those of the library that goes on: see :class:`Upcycle`.
+Experts get the names of the library that goes on: see :class:`Upcycle`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Upcycle(msgspec.Struct, frozen=True, tag_field="verb", tag="upcycle", forb
         return rule
 
     def _find_mlps(self, catalog: Catalog) -> dict[tuple[str, str], dict[str, Parameter]]:
-        """Return the tensors of each dense MLP, by what their names have after it; MLPs by group and prefix."""
+        """Return the tensors of each dense MLP, by the rest of their names after it; MLPs by group and prefix."""
         names = _Names(self, _STYLES[self.style])
         mlps: dict[tuple[str, str], dict[str, Parameter]] = {}
         for parameter in catalog.parameters():
@@ -163,19 +163,25 @@ class Upcycle(msgspec.Struct, frozen=True, tag_field="verb", tag="upcycle", forb
 
 
 class _Names:
-    """The names of experts and routers, given those of the dense MLPs."""
+    """The names of experts and routers, given the names of the dense MLPs."""
 
     def __init__(self, verb: Upcycle, style: _Style) -> None:
         self._pattern = re.compile(rf"((?:.*\.)?){re.escape(verb.mlp)}\.(.+)")
         self._verb, self._style = verb, style
 
     def split(self, name: str) -> tuple[str, str] | None:
-        """Return what a name has before and after the MLP, or ``None`` if it is of no MLP."""
+        """Return the parts of a name before and after the MLP, or ``None`` if it is of no MLP.
+
+        For example, ``layers.0.mlp.up_proj.weight`` gives ``layers.0.`` and ``up_proj.weight``.
+        """
         match = self._pattern.fullmatch(name)
         return (match[1], match[2]) if match else None
 
     def rename(self, name: str) -> Sequence[str]:
-        """Return the new names of a parameter: one for each expert, or one of all. Others keep theirs."""
+        """Return the new names of a parameter: one for each expert, or one of all. Others keep theirs.
+
+        For example, ``mlp.up_proj.weight`` becomes ``mlp.experts.0.up_proj.weight`` and so on.
+        """
         parts = self.split(name)
         if parts is None:
             return (name,)
@@ -188,7 +194,10 @@ class _Names:
         return [f"{prefix}{self._style.module}.{n}.{renamed}{dot}{end}" for n in range(self._verb.experts)]
 
     def fused(self, projection: str) -> str:
-        """Return the name of the tensor with a projection of all experts, after the prefix."""
+        """Return the name of the tensor with a projection of all experts, after the prefix.
+
+        For example, ``mlp.experts.gate_up_proj`` for ``up_proj``.
+        """
         return f"{self._style.module}.{'down_proj' if projection == _DOWN else 'gate_up_proj'}"
 
     def router(self, prefix: str) -> str:
@@ -218,7 +227,7 @@ def _fuse(
 
 
 def _stack(tensors: Sequence[EditedTensor], experts: int) -> EditedTensor:
-    """Return a tensor of which each expert has the rows of all tensors, one after another."""
+    """Return a tensor that has, for each expert, the rows of all tensors one after another."""
     shapes = {tensor.info.shape[1:] for tensor in tensors}
     if len(shapes) > 1:
         raise InvalidArgumentError(f"upcycle: projections of one MLP have rows of the shapes {sorted(shapes)}")
@@ -230,13 +239,13 @@ def _stack(tensors: Sequence[EditedTensor], experts: int) -> EditedTensor:
 
 
 def _first_projection(parts: Mapping[str, Parameter]) -> Parameter:
-    """Return the tensor of an MLP whose columns are the hidden size: the gate, or the first by its name."""
+    """Return a tensor of an MLP that has a column for each hidden unit: the gate, or the first by its name."""
     wide = [name for name, parameter in sorted(parts.items()) if len(parameter.tensor.info.shape) > 1]
     return parts[next((name for name in wide if name.startswith((_GATE, _UP))), wide[0])]
 
 
 def _hidden_size(config: Mapping[str, Any], parts: Mapping[str, Parameter]) -> int:
-    """Return the size of what an MLP gets: the columns of gate or up, or what the configuration says.
+    """Return the size of an MLP's input: the columns of gate or up, or the size in the configuration.
 
     Without both it is the smaller size of its projections.
     """

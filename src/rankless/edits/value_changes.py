@@ -25,10 +25,10 @@ _OPTIMIZER, _SCHEDULER, _MODEL = "optimizer", "scheduler", "model"
 
 
 def rename_parameters(rename: RenameNames) -> ValueChange:
-    """Return a change by which all values have the new names of parameters.
+    """Return a change that gives all values the new names of parameters.
 
-    Each new parameter is in the group of the one from which it comes. Groups that have none any more are dropped, and
-    so are the entries of schedulers for them.
+    Each new parameter is in the group of the one that it comes from. Groups that have none any more are dropped, and so
+    are the entries of schedulers for them.
     """
 
     def change(shared: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -39,7 +39,7 @@ def rename_parameters(rename: RenameNames) -> ValueChange:
 
 
 def add_parameters(names: Sequence[str], like: str, group: str) -> ValueChange:
-    """Return a change by which parameters join the parameter group of another one, in the optimizer of a ``group``.
+    """Return a change that adds parameters to the parameter group of another one, in the optimizer of a ``group``.
 
     Numbers that the optimizer keeps for the other one, such as its steps, are zero for them. The change raises
     ``InvalidArgumentError`` for other values.
@@ -105,7 +105,7 @@ def _rename_slot(slot: str, value: Any, rename: RenameNames, kept: Mapping[str, 
 
 
 def _check_own(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``InvalidArgumentError`` if an optimizer keeps values of its own of parameters whose number changes."""
+    """Raise ``InvalidArgumentError`` if an optimizer has own values for parameters, and their number changes."""
     for old, new in zip(before, after, strict=True):
         if len(old["params"]) != len(new["params"]):
             raise InvalidArgumentError(
@@ -125,7 +125,7 @@ def _rename_group(entry: Mapping[str, Any], rename: RenameNames) -> dict[str, An
 
 
 def _rename_scheduler(value: Any, rename: RenameNames) -> Any:
-    """Return a scheduler, or a list of several, whose groups have the new names."""
+    """Return a scheduler, or a list of several, with the new names in its groups."""
     if isinstance(value, list):
         return [_rename_scheduler(entry, rename) for entry in value]
     params = value.get("params") if isinstance(value, Mapping) else None
@@ -138,7 +138,7 @@ def _rename_scheduler(value: Any, rename: RenameNames) -> Any:
 
 
 def _drop_entries(state: Any, kept: Sequence[bool]) -> Any:
-    """Return the state of a scheduler without what it has for groups that are dropped; those of parts of it too."""
+    """Return the state of a scheduler without its entries for dropped groups; entries of parts of it go, too."""
     if isinstance(state, list):
         return [_drop_entries(part, kept) for part in state]
     if not isinstance(state, Mapping):

@@ -1,8 +1,9 @@
-"""Modes of torch in which noted copies into memory happen before anything else uses that memory.
+"""Modes of torch: noted copies into memory happen before anything else uses that memory.
 
-Most uses are operations that torch dispatches: one mode looks at each of them. Another mode knows what torch does not
-dispatch: methods that give memory away, as ``numpy()`` does, and operations of other libraries that are one function
-for all kinds of tensors. (vLLM packs weights for oneDNN by such an operation: it packed what was not loaded yet.)
+Most uses are operations that torch dispatches: one mode looks at each of them. Another mode knows the calls that torch
+does not dispatch: methods that give memory away, as ``numpy()`` does, and operations of other libraries that are one
+function for all kinds of tensors. (vLLM packs weights for oneDNN by such an operation: it packed memory that was not
+loaded yet.)
 
 :class:`~rankless.inference.open_weights.ModelWeights` enters them on each rank, in the thread of the caller, as long as
 its block runs. No use of memory may come before the copies into it.
@@ -102,7 +103,7 @@ class _CopiesBeforeOperations(TorchDispatchMode):  # type: ignore[no-untyped-cal
     def __init__(self, loader: FillingLoader) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._loader = loader
-        #: What leaves this mode, if its block ended while another mode was on top of it.
+        #: The way out of this mode, if its block ended while another mode was on top of it.
         self.left: ExitStack | None = None
 
     @classmethod

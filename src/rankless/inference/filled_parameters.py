@@ -1,9 +1,10 @@
 """The check that a model's parameters were filled as a whole.
 
-Engines join stored tensors, such as those of queries, keys and values, in one parameter. If a file lacks one of them,
-the engine's own loader leaves memory in it that was never written, and the model answers nonsense.
+Engines join stored tensors, such as queries, keys and values, in one parameter. If a file lacks one of them, the
+engine's own loader leaves memory in it that was never written, and the model answers nonsense.
 
-The loaders of vLLM and SGLang call it on each rank, before their blocks end, whose vote makes its error common.
+The loaders of vLLM and SGLang call it on each rank, before their blocks end. The vote of a block's end makes its error
+common.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from rankless.observe.units import format_count, format_size
 def check_filled(model: torch.nn.Module, opened: Sequence[ModelWeights]) -> None:
     """Raise ``MismatchError`` if a loader has written a part of a parameter only. Call it at the end of the blocks.
 
-    What was written in any way counts, such as zeros into the rows of a padded vocabulary. Parameters in which nothing
-    was written are left to the engine: it may have values of its own for them.
+    Any write counts, such as zeros into the rows of a padded vocabulary. Parameters without any write are left to the
+    engine: it may have values of its own for them.
     """
     partly = []
     for name, parameter in model.named_parameters():

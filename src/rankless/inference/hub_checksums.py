@@ -18,7 +18,7 @@ from rankless.storage.store import store_of
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
-#: Where the library keeps what it knows of a file that was downloaded into a folder of its own: the second line of the
+#: Where the library keeps the metadata of a file that was downloaded into a folder of its own: the second line of the
 #: file is the ETag, which is the SHA-256 of a large file.
 _METADATA = ".cache/huggingface/download"
 

@@ -1,6 +1,7 @@
 """Reads of the stored elements that copies need: sorted, joined over small gaps, straight into the targets.
 
-What several ranks need is read once: through the page cache of their host, or by one rank that sends the others theirs.
+Elements that several ranks need are read once: through the page cache of their host, or by one rank that sends them to
+the others.
 
 :class:`~rankless.inference.weights_loader.WeightsLoader` has one on each rank; its thread plans and runs.
 :mod:`rankless.inference.planned_reads` plans only. All ranks must get the same stripes, in the same order, from the
@@ -96,7 +97,7 @@ class JoinedReads:
         self._rank, self._on_moved, self._hashed = rank, on_moved, hashed
 
     def plan_alone(self, copies: CopiesByTensor, *, has_peers: bool) -> PlannedReads:
-        """Plan the reads of some copies without knowing what other ranks need, if there are any."""
+        """Plan the reads of some copies without knowledge of the needs of other ranks, if there are any."""
         files, exact, host_shared = _Files(), list[FileRange](), list[FileRange]()
         for tensor, group in copies.items():
             spans = self._join_spans(copy.view for copy in group)
@@ -106,7 +107,7 @@ class JoinedReads:
         return PlannedReads(list(files), copies, exact, host_shared)
 
     def plan_together(self, copies: CopiesByTensor, views: Sequence[ViewsByTensor], *, exchange: bool) -> PlannedReads:
-        """Plan the reads of copies whose ``views`` all ranks know. With ``exchange``, one rank reads each byte.
+        """Plan the reads of copies with ``views`` that all ranks know. With ``exchange``, one rank reads each byte.
 
         Each rank calls it in the vote "reading a round of weights".
         """
@@ -152,7 +153,7 @@ class JoinedReads:
         return [file_range._replace(local=file_range.start) for file_range in ranges]
 
     def run(self, reads: PlannedReads, p2p: P2PExchange | None = None) -> Fragments:
-        """Execute reads. Return the CRCs of what was read, by the number of the stored tensor.
+        """Execute reads. Return the CRCs of the fragments, by the number of the stored tensor.
 
         The thread of the loader calls it, or the one that needs elements at once.
         """
@@ -174,7 +175,7 @@ class JoinedReads:
 
 
 def _make_readers(open_reader: Callable[[Path], BufferedReader]) -> ReaderPool:
-    """Make the readers of ranges that no other rank reads, with smaller buffers than those of ``open_reader``."""
+    """Make the readers of ranges that no other rank reads, with smaller buffers than ``open_reader`` has."""
     del open_reader
     return ReaderPool(ExactReaderFactory(_READ_BYTES))
 

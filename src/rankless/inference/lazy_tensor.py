@@ -1,15 +1,15 @@
 """Stored tensors that stand for their bytes: an engine's ``load_weights`` takes them as if they were read.
 
-A :class:`LazyTensor` wraps a *meta* tensor whose strides and offset say which elements of the stored tensor it has. So
-torch itself follows every view, without a rule of rankless for each. What happens to it decides what is read:
+A :class:`LazyTensor` wraps a *meta* tensor. Its strides and offset say which elements of the stored tensor it has. So
+torch itself follows every view, without a rule of rankless for each. Its uses decide which elements are read:
 
 - ``parameter.copy_(lazy)`` is noted, and executed later together with other copies.
 - An operation that computes reads exactly the elements of its view first, and goes on with a plain tensor.
 - An operation that writes *into* it makes it real: from then on it is a plain tensor in memory. (gpt_oss zeroes a bias
-  on all tensor-parallel ranks except one; a recorder of copies would load what is in the file.)
+  on all tensor-parallel ranks except one; a recorder of copies would load the file's values.)
 
 :class:`~rankless.inference.weights_loader.WeightsLoader` makes them on each rank; torch calls them in the thread of the
-engine's loader. A tensor that torch sees must never have elements other than those of the file.
+engine's loader. A tensor that torch sees must never have other elements than the file.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class StoredContent:
 class LazyTensor(torch.Tensor):
     """A view of a stored tensor. See the module.
 
-    ``meta`` says which elements of the stored tensor it has. ``look`` has the strides that it shows: other ones than
-    those of ``meta`` if it is a view of a copy.
+    ``meta`` says which elements of the stored tensor it has. ``look`` has the strides that it shows: other ones than in
+    ``meta`` if it is a view of a copy.
     """
 
     content: StoredContent
@@ -136,7 +136,7 @@ class LazyTensor(torch.Tensor):
                 result = _follow(func, args[0], args[1:], kwargs)
             if result is not None:
                 return result
-            if is_view(func):  # that no strides describe, such as conj(): what changes it must change the tensor
+            if is_view(func):  # that no strides describe, such as conj(): a change of it must change the tensor
                 args[0].content.make_real(str(func))
         # A view has the mode of its base, and lazy tensors are never made in inference mode.
         with torch.inference_mode(mode=False) if is_view(func) else nullcontext():
@@ -209,7 +209,7 @@ def is_composed(func: Operation) -> bool:
 
 
 def is_unread(value: object) -> bool:
-    """Return whether a value is a lazy tensor whose content was not changed."""
+    """Return whether a value is a lazy tensor with unchanged content."""
     return isinstance(value, LazyTensor) and value.content.real is None
 
 
@@ -256,7 +256,7 @@ def _follow(func: Operation, lazy: LazyTensor, args: Sequence[Any], kwargs: Mapp
 
 def _follow_view(func: Operation, lazy: LazyTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     is_original = lazy.look is lazy.meta
-    if func is _aten.as_strided.default and not is_original:  # its strides are those of the copy
+    if func is _aten.as_strided.default and not is_original:  # it has the copy's strides
         return None
     try:
         metas = func(lazy.meta, *args, **kwargs)
@@ -294,7 +294,7 @@ def _follow_copy(lazy: LazyTensor, kwargs: Mapping[str, Any]) -> LazyTensor | No
 
 
 def _empty_as(lazy: LazyTensor, device: torch.device | str | None = None) -> torch.Tensor:
-    """Return a tensor like ``lazy`` whose memory was never touched."""
+    """Return a tensor like ``lazy`` with memory that was never touched."""
     return torch.empty_strided(lazy.shape, lazy.stride(), dtype=lazy.dtype, device=device or lazy.device)
 
 

@@ -24,7 +24,7 @@ class LoaderOptions:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Read the options. Raises ``InvalidArgumentError``, which names what is wrong."""
+        """Read the options. Raises ``InvalidArgumentError``, which names the mistake."""
         types = {"path": str, "tag": str, "verify": bool | str, "timeout": int | float}
         for name, value in config.items():
             if name not in types:

@@ -1,8 +1,8 @@
-"""``open_weights``: the tensors of a model as what any ``load_weights`` takes. Each rank reads just what it needs.
+"""``open_weights``: a model's tensors in a form that any ``load_weights`` takes. Each rank reads only its own part.
 
 The loaders of vLLM and SGLang, and callers with another engine, enter the block on every rank, in the thread of the
 caller. It holds the votes "finding the weights", "reading the headers" and "counting hosts" at its begin, and "reading
-the weights" at its end, in which all that any rank has used is verified.
+the weights" at its end: there all bytes that any rank has used are verified.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ModelWeights:
 
     @property
     def report(self) -> WeightsReport:
-        """The report of what this rank has read, when the block has ended. Raises ``StateError`` before."""
+        """The report of this rank's reads, when the block has ended. Raises ``StateError`` before."""
         if self._report is None:
             raise StateError("the weights are not loaded yet: the report is there when the block has ended")
         return self._report
@@ -103,7 +103,7 @@ class ModelWeights:
         return self
 
     def _must_exchange(self, session: Session) -> bool:
-        """Return whether ranks must send each other what several need: whether they share no page cache with it."""
+        """Return whether ranks must send each other bytes that several need: whether no page cache shares them."""
         phase = "counting hosts"
         _, raw = session.vote(phase, host_id, str.encode, lambda posted: str(len(set(posted))).encode())
         return store_of(self._path).is_remote or int(raw) > 1
@@ -178,7 +178,7 @@ class ModelWeights:
 
     @property
     def used_names(self) -> frozenset[str]:
-        """The names of the tensors of which this rank has read something, once it was read."""
+        """The names of the tensors that this rank has read something of, once it was read."""
         return self._opened("ask for names").used_keys
 
     def count_written(self, tensor: torch.Tensor) -> int:
@@ -191,10 +191,10 @@ class ModelWeights:
             self._loader.read_held()
 
     def slices(self) -> dict[str, StoredSlice]:
-        """Return the tensors as objects from which parts are read, for loaders that cut what they need themselves.
+        """Return the tensors as objects to read parts from, for loaders that cut tensors themselves.
 
-        They are what :func:`transformers.PreTrainedModel.from_pretrained` takes as ``state_dict=``. Parts that are read
-        are plain tensors: each rank reads its own.
+        :func:`transformers.PreTrainedModel.from_pretrained` takes them as ``state_dict=``. Parts that are read are
+        plain tensors: each rank reads its own. For example, ``slices()["lm_head.weight"][:1000]`` reads 1000 rows.
 
         Returns:
             A :class:`~rankless.inference.stored_slice.StoredSlice` for each name.
@@ -212,7 +212,7 @@ class ModelWeights:
                 self._finish(self._session, self._loader, self._reader, error)
 
     def _finish(self, session: Session, loader: WeightsLoader, reader: Reader, error: BaseException | None) -> None:
-        """Read what is pending, and verify what any rank has read. All ranks succeed, or all raise an error."""
+        """Read all pending copies, and verify all ranks' reads. All ranks succeed, or all raise an error."""
         if isinstance(error, GeneratorExit):  # the block is in a generator that is not used to its end
             error = None
         names = [(MODEL, name) for name in loader.names]
@@ -224,7 +224,7 @@ class ModelWeights:
             loader.flush()
             if loader.contents:  # the search takes a tenth of a second
                 _check_modules()
-            loader.end_reads()  # what a thread reads from now on would not be verified
+            loader.end_reads()  # later reads of a thread would not be verified
             with detect_replacement(reader):
                 return encode_fragments(_verify_local(verifier, reader, loader.fragments))
 
@@ -278,36 +278,38 @@ def open_weights(
     timeout: float = 600.0,
     on_event: OnEvent | None = None,
 ) -> ModelWeights:
-    """Open the weights of a model for an engine's own loader, on all ranks. Each rank reads just what it needs.
+    """Open the weights of a model for an engine's own loader, on all ranks. Each rank reads only its own part.
 
     ```python
     with rankless.open_weights("s3://models/llama") as weights:
         model.load_weights(weights)
     ```
 
-    The block yields ``(name, tensor)`` pairs. The tensors stand for their bytes: what ``load_weights`` copies into
-    parameters is read when the block ends, or before anything else uses these parameters. What it computes with is read
-    when it is used. So a rank that needs a slice of a tensor reads that slice, whatever the layout of the engine is.
+    The block yields ``(name, tensor)`` pairs. The tensors stand for their bytes: elements that ``load_weights`` copies
+    into parameters are read when the block ends, or before anything else uses these parameters. Elements that it
+    computes with are read when they are used. So a rank that needs a slice of a tensor reads that slice, in any layout
+    of the engine.
 
     Args:
         path: A folder of safetensors files such as a snapshot of the Hugging Face Hub, one file, a checkpoint of any
             format, or a run directory; also its URL in an object store.
         tag: Of a run directory, the checkpoint to load: its tag or an alias, :func:`rankless.best`, or
             :data:`rankless.LATEST`, which is the default.
-        verify: Compare what is read with the CRCs of the files. What ranks read parts of, all ranks verify together.
-            Files without CRCs, as other libraries write them, are loaded, and reported as not verified. ``"sha256"``:
-            read all files of a download of the Hugging Face Hub first, and compare them with its checksums.
+        verify: Compare all bytes that are read with the CRCs of the files. Blocks that ranks read parts of are verified
+            by all ranks together. Files without CRCs, as other libraries write them, are loaded, and reported as not
+            verified. ``"sha256"``: read all files of a download of the Hugging Face Hub first, and compare them with
+            its checksums.
         process_group: The ranks of the engine, which all load; by default the default group. ``"self"``: this process
             alone. Of a block that is read in part it reads all, to verify it.
         timeout: For how many seconds ranks wait for each other.
         on_event: Is called with each :class:`rankless.Progress`, from any thread.
 
     Returns:
-        A context manager. After the block, ``report`` says what was read.
+        A context manager. After the block, ``report`` says which bytes were read.
 
     Raises:
         NoCheckpointError: There is no checkpoint.
-        CorruptCheckpointError: Bytes differ from what was saved: at the end of the block, on all ranks. The error names
+        CorruptCheckpointError: Bytes differ from the saved ones: at the end of the block, on all ranks. The error names
             the tensor, the file and the range. The model must not be used.
         FormatError: There is no model, or rankless cannot read one of its tensors.
         InvalidArgumentError: ``verify="sha256"`` was passed, and a file has no checksum of the Hub.

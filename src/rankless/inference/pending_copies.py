@@ -20,8 +20,8 @@ from rankless.inference.strided_view import StridedView, describe_view
 class ElementCopy(NamedTuple):
     """A copy of the elements ``view`` of the stored tensor with the number ``tensor`` into ``target``.
 
-    ``dtype`` is that of the elements. ``target`` has the dimensions of the view first, in its order, and then those in
-    which all indices get the same elements.
+    ``dtype`` is the dtype of the elements. ``target`` has the dimensions of the view first, in its order, and then
+    dimensions with the same elements at all indices.
     """
 
     tensor: int

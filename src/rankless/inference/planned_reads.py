@@ -1,7 +1,7 @@
-"""The plan of what each rank of an engine would read of a stored model: in one process, from the headers alone.
+"""The plan of the reads of each rank of an engine from a stored model: in one process, from the headers alone.
 
-Each rank's model takes lazy tensors whose copies are noted and never executed. Then the same planner as for a real load
-divides the reads among the ranks.
+Each rank's model takes lazy tensors. Their copies are noted and never executed. Then the same planner as for a real
+load divides the reads among the ranks.
 
 ``rankless show --for vllm`` calls it (:mod:`rankless.cli.show.engine_reads`), with the models of
 :mod:`rankless.vllm.lone_rank`.
@@ -37,9 +37,10 @@ class RankReads:
     Attributes:
         parameters: The size of the rank's parameters.
         needed: The size of the elements that the loader of its model asks for.
-        alone: From files: what no other rank of the host reads.
-        shared: From files: what others read, too. It leaves the disk once, if all are on one host.
-        from_store: From an object store, or if the ranks are on several hosts: ranks send each other what they share.
+        alone: From files: bytes that no other rank of the host reads.
+        shared: From files: bytes that others read, too. It leaves the disk once, if all are on one host.
+        from_store: From an object store, or if the ranks are on several hosts: ranks send each other the bytes that
+            they share.
         computed: The tensors that the loader uses other than by a copy, each with the first operation.
     """
 
@@ -60,14 +61,14 @@ class PlannedLoad(NamedTuple):
 
 @dataclass
 class PlannedWeights:
-    """The weights that the model of one rank takes. Nothing is read: what it computes with are zeros.
+    """The weights that the model of one rank takes. Nothing is read: it computes with zeros.
 
     Lazy tensors call it: it must have the methods of :class:`~rankless.inference.lazy_tensor.Loader`.
     """
 
     stored: StoredTensors
     contents: WeakSet[StoredContent] = field(default_factory=WeakSet)
-    #: What is copied, and what is read by itself because it is used otherwise.
+    #: The elements that are copied, and those that are read by themselves because they are used otherwise.
     copied: ViewsByTensor = field(default_factory=dict)
     used: ViewsByTensor = field(default_factory=dict)
     computed: dict[str, str] = field(default_factory=dict)

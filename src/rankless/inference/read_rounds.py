@@ -1,4 +1,4 @@
-"""Rounds in which all ranks plan their reads together, so that what several of them need is read once.
+"""Rounds of reads: all ranks plan each together, so that elements that several of them need are read once.
 
 A round is for the tensors in some stretch of the files. Each rank sends the others which elements it needs of them,
 when its model's loader has come to the end of the stretch.
@@ -31,8 +31,8 @@ _decode = msgspec.msgpack.Decoder(RankViews).decode
 class ReadRounds:
     """The rounds of one rank. All ranks take part in all of them, in the same order.
 
-    ``sizes`` are those of all stored tensors in the order of the files. With ``exchange``, one rank reads what several
-    need, and sends it; else all of them read it, through the page cache of their host.
+    ``sizes`` are the sizes of all stored tensors in the order of the files. With ``exchange``, one rank reads the
+    elements that several need, and sends them; else all of them read them, through the page cache of their host.
     """
 
     def __init__(self, sizes: list[int], group: RankGroup, session: Session, *, exchange: bool) -> None:
@@ -55,7 +55,7 @@ class ReadRounds:
         self._ends.popleft()
 
     def run(self, reads: JoinedReads, copies: CopiesByTensor) -> tuple[PlannedReads, Fragments]:
-        """Plan the reads of a round with all ranks, and execute those of this rank, in a thread of their own.
+        """Plan the reads of a round with all ranks, and execute this rank's reads, in a thread of their own.
 
         Raises ``StateError`` if an earlier round has failed: no rank comes to this one, and all have that error.
 
@@ -80,7 +80,7 @@ class ReadRounds:
 
 
 def _divide(sizes: Iterable[int]) -> deque[int]:
-    """Return the number of the tensor before which each round ends; of the last one, the number of all tensors."""
+    """Return, for each round, the number of the first tensor after it; for the last one, the number of all tensors."""
     ends: deque[int] = deque()
     nbytes = count = 0
     for count, size in enumerate(sizes, start=1):

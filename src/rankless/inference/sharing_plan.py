@@ -1,7 +1,7 @@
-"""The bytes of stored tensors that one rank needs, and those that several do. Pure: all ranks compute the same.
+"""The bytes of stored tensors that one rank needs, and that several need. Pure: all ranks compute the same.
 
-What one rank needs alone, it reads itself. What several ranks need is a *shared region*: rows of which each rank needs
-some columns, or tensors that all ranks hold.
+A rank reads the bytes itself that only it needs. Bytes that several ranks need are a *shared region*, for example rows
+that have some columns for each rank, or tensors that all ranks hold.
 
 :mod:`rankless.inference.joined_reads` calls it on each rank, with the views of all: no sets without an order, no clock.
 """
@@ -23,7 +23,7 @@ ViewsByTensor = dict[int, list[StridedView]]
 
 
 class SharedRegion(NamedTuple):
-    """A range of a stored tensor of which ``ranks`` need parts, or all."""
+    """A range of a stored tensor that ``ranks`` need parts of, or all."""
 
     range: ElementRange
     ranks: tuple[int, ...]
@@ -67,7 +67,8 @@ def split_by_use(views: Mapping[int, Sequence[StridedView]], gap: int) -> list[S
 def iterate_stripes(tensor: int, region: SharedRegion, turn: int) -> Iterator[SharedStripe]:
     """Yield the stripes of a shared region, which its ranks own in turn, from the one of ``turn`` on.
 
-    A stripe is a whole block, if possible, so that its owner verifies it alone.
+    A stripe is a whole block, if possible, so that its owner verifies it alone. For example, two ranks own the blocks
+    of a region alternately.
     """
     start, ranks = region.range.start, region.ranks
     while start < region.range.stop:

@@ -1,7 +1,7 @@
-"""A stored tensor from which parts are read: ``from_pretrained`` of transformers takes these instead of tensors.
+"""A stored tensor to read parts from: ``from_pretrained`` of transformers takes these instead of tensors.
 
-:meth:`~rankless.inference.weights_loader.WeightsLoader.slices` makes them on each rank. Their interface must stay that
-of safetensors.
+:meth:`~rankless.inference.weights_loader.WeightsLoader.slices` makes them on each rank. They must keep the interface of
+safetensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rankless.state.tensor_views import DTYPES
 
 
 class StoredSlice:
-    """A stored tensor whose parts are read when they are asked for, as those of safetensors' ``get_slice``.
+    """A stored tensor that is read in parts, when they are asked for, as with safetensors' ``get_slice``.
 
     ``slice[index]`` returns a plain tensor in host memory, and reads just its elements. Any thread may ask.
 

@@ -42,7 +42,10 @@ class StoredTensors:
         return self._reader.groups[MODEL][name]
 
     def keys(self, name: str) -> tuple[str, ...]:
-        """Return the names under which the model has a stored tensor: several if it is tied."""
+        """Return the names that the model has for a stored tensor: several if it is tied.
+
+        For example, ``embed.weight`` and ``lm_head.weight``.
+        """
         return name, *self._tied.get(name, ())
 
     def make_meta(self, name: str) -> torch.Tensor:

@@ -25,8 +25,9 @@ class Dimension(NamedTuple):
 class StridedView(NamedTuple):
     """Elements of a stored tensor, in bytes from its start.
 
-    ``dimensions`` are sorted by falling stride, and each index of a dimension has all of its elements before those of
-    the next index. See :func:`describe_view`.
+    ``dimensions`` are sorted by falling stride, and each index of a dimension has all of its elements before the
+    elements of the next index. See :func:`describe_view`. For example, the second column of a float32 matrix of shape
+    (3, 4) begins at byte 4, and has one dimension of size 3 and stride 16.
     """
 
     offset: int
@@ -68,7 +69,7 @@ class StridedView(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A range of indices in each dimension of a view, and the byte of the stored tensor at which the first one is."""
+    """A range of indices in each dimension of a view, and the byte of the stored tensor where the first one is."""
 
     offset: int
     indices: tuple[ElementRange, ...]
@@ -77,9 +78,9 @@ class Box(NamedTuple):
 def describe_view(
     offset: int, itemsize: int, shape: Sequence[int], strides: Sequence[int]
 ) -> tuple[StridedView, tuple[int, ...]] | None:
-    """Describe a view whose first element is at byte ``offset``; ``strides`` are in bytes.
+    """Describe a view that has its first element at byte ``offset``; ``strides`` are in bytes.
 
-    Return it with its dimensions in the order of ``shape``: those that are left out have one element, or the same
+    Return it with its dimensions in the order of ``shape``: dimensions that are left out have one element, or the same
     elements at each index. Return ``None`` if elements of several indices are mixed, as only ``as_strided`` can do.
     """
     order = sorted((axis for axis, size in enumerate(shape) if size != 1 and strides[axis]), key=lambda i: -strides[i])
@@ -93,7 +94,10 @@ def describe_view(
 
 
 def join_spans(spans: Iterator[ElementRange] | Sequence[ElementRange], gap: int) -> list[ElementRange]:
-    """Return ranges in ascending order that contain all spans, joined over at most ``gap`` bytes between them."""
+    """Return ranges in ascending order that contain all spans, joined over at most ``gap`` bytes between them.
+
+    For example, bytes 0 to 10 and 12 to 20 become one range with a gap of 2.
+    """
     joined: list[ElementRange] = []
     for span in merge_ranges(sorted(spans)):
         if joined and span.start - joined[-1].stop <= gap:
@@ -127,7 +131,7 @@ def _boxes(offset: int, dimensions: Sequence[Dimension], itemsize: int, span: El
         return
     (size, stride), inner = dimensions[0], dimensions[1:]
     extent = _extent(inner, itemsize)
-    # The indices whose elements are all inside the span.
+    # The indices that have all their elements inside the span.
     first = min(max(-((offset - span.start) // stride), 0), size)
     last = min(max((span.stop - extent - offset) // stride + 1, first), size)
     before, after = first - 1, last

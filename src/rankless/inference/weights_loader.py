@@ -1,10 +1,10 @@
 """Executes the copies of lazy tensors while the model's own ``load_weights`` runs.
 
-Copies are noted, and executed in large batches by a thread next to the caller, which goes on to plan. Whatever else
-touches the memory that a copy fills has to wait for the copy: :mod:`rankless.inference.copies_first` sees to that.
+Copies are noted, and executed in large batches by a thread next to the caller, which goes on to plan. All other uses of
+the memory that a copy fills have to wait for the copy: :mod:`rankless.inference.copies_first` sees to that.
 
 :class:`~rankless.inference.open_weights.ModelWeights` makes one on each rank. Votes are held in the loader's thread
-only, in the order of the rounds. Batches are executed in the order in which their copies were made.
+only, in the order of the rounds. Batches are executed in the order of their copies.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from rankless.storage.store import store_of
 #: Copies of as many bytes are read next to the caller while it goes on.
 _BATCH_BYTES = 256 * 2**20
 
-#: What was read for some copies.
+#: The fragments that were read for some copies.
 _Result = tuple[PlannedReads, Fragments]
 
 
@@ -67,7 +67,7 @@ class WeightsLoader(ClosingMixin):
         exchange: bool,
         verify: bool,
     ) -> None:
-        """Make the loader of the model of a checkpoint. With ``exchange``, ranks send what several of them need."""
+        """Make the loader of the model of a checkpoint. With ``exchange``, ranks send shared bytes."""
         self._reader = reader
         self._stored = StoredTensors(reader)
         self.names = self._stored.names
@@ -87,9 +87,9 @@ class WeightsLoader(ClosingMixin):
         #: The batches that the thread executes, each with the memory that it fills.
         self._running: list[tuple[Future[_Result], FilledMemory]] = []
         self._is_closed = False
-        #: What lazy tensors that still exist are views of.
+        #: The contents that existing lazy tensors are views of.
         self.contents: WeakSet[StoredContent] = WeakSet()
-        #: The numbers of the tensors of which something was read, and the CRCs of that.
+        #: The numbers of the tensors that something was read of, and the CRCs of the read fragments.
         self.used: set[int] = set()
         self.fragments: Fragments = {}
         self._needed_bytes = self._read_bytes = 0
@@ -109,7 +109,7 @@ class WeightsLoader(ClosingMixin):
 
     @property
     def used_keys(self) -> frozenset[str]:
-        """The names of the tensors of which something was read."""
+        """The names of the tensors that something was read of."""
         return frozenset(key for number in list(self.used) for key in self._stored.keys(self.names[number]))
 
     def iterate(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -184,7 +184,7 @@ class WeightsLoader(ClosingMixin):
         return target
 
     def read_held(self) -> None:
-        """Read the contents of which a lazy tensor exists, whole: they are plain tensors from now on."""
+        """Read the contents that a lazy tensor exists for, whole: they are plain tensors from now on."""
         for content in [*self.contents]:
             content.make_real("held")
 
@@ -208,7 +208,7 @@ class WeightsLoader(ClosingMixin):
             self._written[memory_of(tensor).start] += tensor.nbytes
 
     def count_written(self, tensor: torch.Tensor) -> int:
-        """Return how many bytes were written into the storage of a tensor; what was written twice counts twice."""
+        """Return how many bytes were written into the storage of a tensor; bytes written twice count twice."""
         return self._written[memory_of(tensor).start]
 
     def fill_at_once(self, tensor: torch.Tensor) -> None:
@@ -241,7 +241,7 @@ class WeightsLoader(ClosingMixin):
         wait([future for future, _ in self._running])
 
     def make_report(self, *, verified: bool, seconds: float) -> WeightsReport:
-        """Return what was read."""
+        """Return the report of the reads."""
         path = self._reader.path
         return WeightsReport(path, self._needed_bytes, self._read_bytes, verified, seconds, self._computed, self._whole)
 
@@ -302,7 +302,7 @@ class WeightsLoader(ClosingMixin):
     def _run_now(self, copies: Sequence[ElementCopy]) -> None:
         result = self._run_detecting(self._run_alone, group_by_tensor(copies))
         with self._lock:
-            if self._is_closed:  # meanwhile, and what was read is not verified any more
+            if self._is_closed:  # meanwhile, and its reads are not verified any more
                 raise StateError(
                     "open_weights() ended while a thread was reading: let all threads end inside its block"
                 )

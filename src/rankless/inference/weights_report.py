@@ -15,7 +15,7 @@ from rankless.observe.units import format_count, format_rate, format_seconds, fo
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """A report of what one rank has read of the weights of a model.
+    """A report of one rank's reads of the weights of a model.
 
     Attributes:
         path: The checkpoint, the folder or the file.

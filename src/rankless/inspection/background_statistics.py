@@ -28,7 +28,7 @@ from rankless.process.exit_order import ExitStage, call_at_exit
 from rankless.process.worker_threads import lower_priority
 from rankless.save.background import background_saves
 
-#: The number of seconds for which the end of the process waits for statistics.
+#: The number of seconds that the end of the process waits for statistics.
 _EXIT_SECONDS = 5.0
 
 #: The number of seconds between two looks whether a save is still in progress.
@@ -42,7 +42,7 @@ class _EndedError(Exception):
 
 
 class BackgroundStatistics:
-    """The checkpoints whose statistics are to be computed, and the thread that does it."""
+    """The checkpoints that wait for statistics, and the thread that computes them."""
 
     def __init__(self) -> None:
         self._paths: deque[Path] = deque()
@@ -52,7 +52,7 @@ class BackgroundStatistics:
         self._process = 0
 
     def add(self, path: Path) -> None:
-        """Compute the statistics of a checkpoint after those of the checkpoints before, and keep them with it.
+        """Compute the statistics of a checkpoint, after all earlier checkpoints, and keep them with it.
 
         The listener calls it in the thread of the save.
         """

@@ -99,9 +99,9 @@ def _formula_values(dtype: str, magnitudes: npt.NDArray[np.int64]) -> npt.NDArra
 
 
 class SmallFloatSteps(NamedTuple):
-    """The values to which elements are rounded, by their codes. ``nan`` is the code of NaNs.
+    """The values that elements are rounded to, by their codes. ``nan`` is the code of NaNs.
 
-    The last value is too large for the dtype: its code is that of infinity, or of a NaN. F8_E4M3 has none: torch makes
+    The last value is too large for the dtype: its code stands for infinity, or for a NaN. F8_E4M3 has none: torch makes
     all that is too large the largest value.
     """
 
@@ -111,7 +111,7 @@ class SmallFloatSteps(NamedTuple):
 
 
 def small_float_steps(dtype: str) -> SmallFloatSteps:
-    """Return the values to which elements of a dtype of one byte with a sign are rounded."""
+    """Return the values that elements of a dtype of one byte with a sign are rounded to."""
     specials = _SMALL_FLOATS[dtype].specials
     is_unsigned_zero = min(specials) == 0x80  # noqa: PLR2004 - the sign's bit
     steps = np.arange(min(specials) + (dtype != "F8_E4M3"))  # which saturates

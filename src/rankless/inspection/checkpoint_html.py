@@ -1,4 +1,4 @@
-"""The page of an open checkpoint in a notebook: what ``rankless show`` says of it, in a few tables.
+"""The page of an open checkpoint in a notebook: the facts of ``rankless show``, in a few tables.
 
 :class:`rankless.Checkpoint` calls it when a notebook shows one.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def describe_checkpoint(
     reader: Reader, manifest: Manifest | None, tag: str, metrics: Mapping[str, float | None]
 ) -> str:
-    """Return HTML with the format, the step, the size, the groups and the tensors, of which equal layers are folded."""
+    """Return HTML with the format, the step, the size, the groups and the tensors. Equal layers are folded."""
     inspected = InspectedCheckpoint(reader.path, reader, manifest)
     tensors = {
         f"{group}/{name}": info for group, name, info in inspected.iterate_tensors() if group not in VALUE_GROUPS

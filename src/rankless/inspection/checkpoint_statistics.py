@@ -50,7 +50,7 @@ def compute_statistics(path: str | PathLike[str], pattern: str | None = None) ->
     Raises:
         NoCheckpointError: There is no checkpoint at the path.
         FormatError: The format is not supported.
-        CorruptCheckpointError: Stored bytes differ from what was saved.
+        CorruptCheckpointError: Stored bytes differ from the saved ones.
         CheckpointReplacedError: Another process replaced or removed the checkpoint meanwhile.
     """
     inspected = inspect_path(parse_location(path))

@@ -28,8 +28,8 @@ class CheckpointComparison:
     """The result of comparing two checkpoints.
 
     ``apart`` are tensors that only one side has, or that have different shapes. ``suspect`` must be compared by their
-    bytes; ``differing`` are those of which this was done, and which have different dtypes or elements. Of ``compared``
-    tensors, ``unread`` are equal by their checksums. ``notes`` say what was not compared.
+    bytes; ``differing`` are suspects that were compared, and have different dtypes or elements. Of ``compared``
+    tensors, ``unread`` are equal by their checksums. ``notes`` name the parts that were not compared.
     """
 
     left: InspectedCheckpoint
@@ -61,7 +61,7 @@ class CheckpointComparison:
 def compare_metadata(
     left: InspectedCheckpoint, right: InspectedCheckpoint, pattern: str | None
 ) -> CheckpointComparison:
-    """Compare two checkpoints by metadata and checksums or, with a pattern, only the tensors whose names match.
+    """Compare two checkpoints by metadata and checksums or, with a pattern, only the tensors with matching names.
 
     Raises ``CorruptCheckpointError``, or ``CheckpointReplacedError`` if one of them was replaced meanwhile.
     """
@@ -104,7 +104,7 @@ def compare_suspects(comparison: CheckpointComparison, done: Callable[[int], Non
 def _compare_all_values(
     left: InspectedCheckpoint, right: InspectedCheckpoint
 ) -> tuple[list[ValueDifference], list[TensorPair], list[str]]:
-    """Return the values that differ, the tensors inside values, and notes on what is not compared."""
+    """Return the values that differ, the tensors inside values, and notes on parts that are not compared."""
     left_values, right_values = left.read_values(), right.read_values()
     leaves = [(leaf, "state") for leaf in compare_values(_present_values(left_values), _present_values(right_values))]
     notes = [f"not compared: {note}" for target in (left, right) for note in describe_unread(target.reader)]

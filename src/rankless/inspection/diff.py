@@ -64,7 +64,7 @@ class CheckpointDiff:
         tensors: The tensors that differ, the one with the largest relative change first.
         values: The values that differ.
         compared: The number of tensors that were compared.
-        notes: What was not compared, and why.
+        notes: The parts that were not compared, and why.
     """
 
     left: Path
@@ -97,7 +97,7 @@ def diff(left: str | PathLike[str], right: str | PathLike[str], pattern: str | N
     Raises:
         NoCheckpointError: There is no checkpoint at a path.
         FormatError: A format is not supported.
-        CorruptCheckpointError: Stored bytes differ from what was saved.
+        CorruptCheckpointError: Stored bytes differ from the saved ones.
         CheckpointReplacedError: Another process replaced or removed a checkpoint meanwhile.
     """
     comparison = compare_metadata(inspect_path(parse_location(left)), inspect_path(parse_location(right)), pattern)

@@ -1,4 +1,4 @@
-"""Folding of tensors that differ only in the numbers in their names, such as those of equal layers, into one row.
+"""Folding of tensors of equal layers into one row: their names differ only in numbers, such as ``layers.0.weight``.
 
 ``rankless show`` and notebooks fold rows with it.
 """
@@ -34,7 +34,8 @@ class FoldedTensors:
 def fold_tensors(tensors: Mapping[str, TensorInfo]) -> Iterator[FoldedTensors]:
     """Fold tensors, in the order of the first of each row.
 
-    Tensors are folded only if the row names exactly these: all combinations of the numbers in it.
+    Tensors are folded only if the row names exactly these: all combinations of the numbers in it. For example,
+    ``a.0.b.0`` and ``a.1.b.1`` are not folded, because ``a.{0..1}.b.{0..1}`` would name four tensors.
     """
     rows: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
     for name, info in tensors.items():
@@ -46,12 +47,18 @@ def fold_tensors(tensors: Mapping[str, TensorInfo]) -> Iterator[FoldedTensors]:
 
 
 def name_pattern(name: str) -> str:
-    """Return a name without its numbers, which is equal for names that may be folded."""
+    """Return a name without its numbers, which is equal for names that may be folded.
+
+    For example, ``layers.{}.weight`` for ``layers.0.weight``.
+    """
     return _NUMBER.sub("{}", name)
 
 
 def fold_names(names: Sequence[str]) -> str | None:
-    """Return one name for several of one pattern; ``None`` if they are not all combinations of their numbers."""
+    """Return one name for several of one pattern; ``None`` if they are not all combinations of their numbers.
+
+    For example, ``layers.{0..1}.weight`` for ``layers.0.weight`` and ``layers.1.weight``.
+    """
     numbers = [{int(number) for number in column} for column in zip(*map(_NUMBER.findall, names), strict=True)]
     if math.prod(map(len, numbers)) != len(names):
         return None

@@ -1,4 +1,4 @@
-"""A checkpoint of any format whose metadata was read, without its tensors.
+"""A checkpoint of any format with its metadata, which was read, and without its tensors.
 
 Commands, reports and statistics open checkpoints with it, in one process. It must not read tensors: a checkpoint may be
 larger than the memory.
@@ -42,10 +42,10 @@ VALUE_GROUPS = frozenset({"state", "ranks"})
 
 @dataclass(frozen=True)
 class InspectedCheckpoint:
-    """A checkpoint whose metadata was read.
+    """A checkpoint with metadata that was read.
 
-    ``manifest`` is that of a rankless checkpoint. ``notes`` are about files that do not belong to it, and tensors that
-    cannot be read.
+    ``manifest`` is a rankless checkpoint's manifest. ``notes`` are about files that do not belong to it, and tensors
+    that cannot be read.
     """
 
     path: Path
@@ -89,7 +89,7 @@ class InspectedCheckpoint:
         return PlaceholderCodec(self.reader.groups.get(group, {}))
 
     def read_values(self) -> CheckpointValues:
-        """Return the values, with those of the first rank.
+        """Return the values, and of the ranks' own values the first rank's.
 
         Raises ``CorruptCheckpointError``, or ``CheckpointReplacedError`` if the checkpoint was replaced meanwhile.
         """

@@ -1,4 +1,4 @@
-"""The numerics of statistics: those of a part of a tensor, and how parts are merged. Pure functions of arrays.
+"""The numerics of statistics: of a part of a tensor, and of merged parts. Pure functions of arrays.
 
 Elements are added in a fixed order, so that statistics do not depend on ranks, threads, or how files were read:
 
@@ -11,7 +11,7 @@ Elements are added in a fixed order, so that statistics do not depend on ranks, 
 
 Counts are exact.
 
-All of it lets the other threads of the process run, those of a training, too. An operation should be long enough that
+All of it lets the other threads of the process run, threads of a training, too. An operation should be long enough that
 another thread can wake up meanwhile, and its numbers should fit into the processor's second cache: hence 2^17.
 
 :mod:`rankless.inspection.measured_tensors` calls it in its threads. Sizes and order of the parts decide the last bits
@@ -35,7 +35,7 @@ from rankless.storage.aligned_memory import aligned_buffer
 #: The number of elements that are added up at a time.
 _PART = 2**17
 
-#: The most bytes of an element whose value is looked up in a table, and the most elements that are counted at a time.
+#: The most bytes of an element that is looked up in a table, and the most elements that are counted at a time.
 _TABLE_BYTES, _COUNTED = 2, 2**19
 
 #: The bits of the fraction of float64, the number of its exponents, and the one of 1.0.
@@ -87,7 +87,7 @@ class PartialStatistics:
         self.maximum = max(self.maximum, following.maximum)
 
     def _norm(self, mean: float | None) -> float | None:
-        """Return the norm. An empty tensor has the norm 0; one whose elements are all NaN or infinite has none."""
+        """Return the norm. An empty tensor has the norm 0; one with only NaN or infinite elements has none."""
         if mean is None:
             return None if self.elements else 0.0
         return math.sqrt(self.deviation + self.finite * mean * mean)
@@ -111,7 +111,7 @@ class PartialStatistics:
 
 
 class Scratch:
-    """Memory for what is computed from a part. New memory would cost more time than the computation."""
+    """Memory for the computation on a part. New memory would cost more time than the computation."""
 
     def __init__(self) -> None:
         #: Numbers that are counted. Elsewhere in the same memory are the elements of a part as float64.
@@ -163,7 +163,7 @@ def _count_codes(codes: Codes, size: int) -> Counts:
 
 
 def _measure_counts(values: Floats, counts: Counts) -> PartialStatistics:
-    """Return the statistics of different values, each of which occurs ``counts`` times."""
+    """Return the statistics of different values. Each occurs ``counts`` times."""
     part = PartialStatistics(
         elements=int(counts.sum()),
         nans=int(counts[np.isnan(values)].sum()),

@@ -36,7 +36,7 @@ _ALIGNMENT = 16
 def split_segments(elements: Sequence[int], dtypes: Sequence[tuple[str, ...]]) -> Iterator[list[TensorRange]]:
     """Split tensors into slices of at most ``SLICE`` elements of equal dtypes, in the order of rankless's files.
 
-    A segment begins at a multiple of ``SLICE`` elements of its tensor. ``dtypes`` has those of all sides.
+    A segment begins at a multiple of ``SLICE`` elements of its tensor. ``dtypes`` has the dtypes of all sides.
     """
     segments: list[TensorRange] = []
     filled = 0

@@ -13,7 +13,7 @@ from rankless.inspection.placeholders import TensorPlaceholder
 from rankless.inspection.value_differences import ValueDifference
 from rankless.ondisk.data_files import TensorInfo
 
-#: A tensor by its group and name, or a small one whose bytes are inside values.
+#: A tensor by its group and name, or a small one with its bytes inside values.
 Key = tuple[str, str] | TensorPlaceholder
 
 

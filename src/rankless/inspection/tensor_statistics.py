@@ -12,7 +12,7 @@ from dataclasses import dataclass
 #: that train, and squares of gradients down to 2e-10. Smaller and larger magnitudes are in the first and the last one.
 EXPONENTS = range(-64, 16)
 
-#: The bucket of zeros. Those of negative numbers are before it, those of positive ones after it.
+#: The bucket of zeros. Buckets of negative numbers are before it, buckets of positive ones after it.
 ZERO_BUCKET = len(EXPONENTS)
 
 #: The number of buckets.
@@ -24,13 +24,13 @@ class TensorStatistics:
     """The statistics of a tensor.
 
     All values are converted to float64; ``False`` and ``True`` are 0 and 1. An element of a complex tensor counts as
-    two: its real and its imaginary part. ``minimum``, ``maximum``, ``mean``, ``norm``, ``std`` and ``histogram`` are
-    those of the finite elements, including zeros. Of a tensor of float64, ``mean``, ``norm`` and ``std`` are infinite
-    or NaN if float64 overflows.
+    two: its real and its imaginary part. ``minimum``, ``maximum``, ``mean``, ``norm``, ``std`` and ``histogram`` count
+    the finite elements, including zeros. Of a tensor of float64, ``mean``, ``norm`` and ``std`` are infinite or NaN if
+    float64 overflows.
 
-    The histogram has the same buckets for every tensor, so those of several checkpoints can be compared, and those of
-    several tensors added: one bucket for each sign and power of two, in ascending order of the numbers. See
-    :func:`bucket_bounds`.
+    The histogram has the same buckets for every tensor, so histograms of several checkpoints can be compared, and
+    histograms of several tensors added: one bucket for each sign and power of two, in ascending order of the numbers.
+    For example, 3.0 is in the bucket of 2 to 4. See :func:`bucket_bounds`.
 
     Attributes:
         elements: The number of elements, finite or not.

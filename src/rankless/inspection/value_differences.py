@@ -1,4 +1,4 @@
-"""The comparison of plain values of two checkpoints: the paths at which two trees differ.
+"""The comparison of plain values of two checkpoints: the paths where two trees differ.
 
 :mod:`rankless.inspection.compare` calls it, in one process. NaN must equal NaN, and -0.0 must not equal 0.0.
 """

@@ -28,7 +28,7 @@ def atomic_output(path: Path, replaceable: Replaceable, timeout: float = 600.0) 
 
     Rank 0 holds the directory's lock meanwhile. If a rank fails, all ranks raise its error, the pending directory is
     removed, and a previous ``path`` is unchanged. Raises ``InvalidArgumentError`` for ranks without a process group,
-    and ``TagExistsError`` if the path has what is not ``replaceable``.
+    and ``TagExistsError`` if the path has something that is not ``replaceable``.
     """
     check_ranks_are_joined(None, "unset WORLD_SIZE")
     session, pending = RankGroup().open_session(timeout), PendingDirectory(path)

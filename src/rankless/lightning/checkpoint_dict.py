@@ -58,7 +58,7 @@ class ResumedCheckpoint:
         return sum(number == 0 or group["number"] == 0 for number, group in enumerate(groups))
 
     def to_dict(self, module: nn.Module | None, *, read: bool) -> dict[str, Any]:
-        """Return the checkpoint as a dict. With ``read``, hooks get it, and what they leave in it is loaded.
+        """Return the checkpoint as a dict. With ``read``, hooks get it, and the values left in it are loaded.
 
         The model's state has the order of ``module``.
 
@@ -90,7 +90,7 @@ class ResumedCheckpoint:
 
 
 def _lightning_content(values: dict[str, Any]) -> dict[str, Any]:
-    """Return what Lightning expects in a checkpoint besides these: its own values, and the states of schedulers.
+    """Return the entries that Lightning expects in a checkpoint besides: its own values, and the states of schedulers.
 
     Lightning takes a checkpoint with schedulers, even an empty list of them, for more than weights alone. So if such a
     checkpoint has no optimizer, an empty list of optimizer states is added, unless Lightning has left it out.

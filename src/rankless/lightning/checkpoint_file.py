@@ -1,4 +1,4 @@
-"""A checkpoint of any format as a file of Lightning in memory, for what opens files only.
+"""A checkpoint of any format as a file of Lightning in memory, for functions that open files only.
 
 ``load_from_checkpoint`` makes one, in one process.
 """

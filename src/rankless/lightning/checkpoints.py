@@ -76,7 +76,7 @@ class LightningCheckpoints:
         return self.checkpoint_format == "native"
 
     def replaceable_at(self, path: Path) -> Replaceable:
-        """Return what a save to a path replaces, and a removal removes: a checkpoint of rankless or of Lightning."""
+        """Return the rule for saves and removals at a path: they take a checkpoint of rankless or of Lightning."""
         return Replaceable(("checkpoint", self.own_kind), "a checkpoint of rankless or Lightning", path.name)
 
     def locate(self, path: str | PathLike[str]) -> Path:
@@ -93,7 +93,7 @@ class LightningCheckpoints:
         step: int | None,
         metrics: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save under a path, replacing what is there. Waits for the previous save.
+        """Save under a path. Replace the checkpoint there. Waits for the previous save.
 
         Its error is raised after this save has begun: Lightning's last save is not lost because an earlier one failed.
 

@@ -1,6 +1,7 @@
-"""The state that a ``Trainer`` puts into a checkpoint's dict to save it, compared with what hooks have left in it.
+"""The state that a ``Trainer`` puts into a checkpoint's dict to save it, compared with the state left by hooks.
 
-A ``Trainer`` strategy has one on each rank for each dump. What hooks have left must be saved, and nothing else.
+A ``Trainer`` strategy has one on each rank for each dump. The state that hooks have left must be saved, and nothing
+else.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class DumpedComponents:
 
 
 class DumpedState:
-    """Remembers what was put into the dict, to detect whether a hook has replaced the model or the optimizers."""
+    """Remembers the dict's state, to detect whether a hook has replaced the model or the optimizers."""
 
     def __init__(self) -> None:
         self._recorded_model: Any = None

@@ -41,7 +41,7 @@ def _is_divided(optimizer: Optimizer) -> bool:
 
 
 def _with_state(optimizer: Optimizer, state: Mapping[str, Any], number: int) -> Optimizer:
-    """Return a copy of an optimizer, whose own state and groups are left as they are."""
+    """Return a copy of an optimizer. Its own state and groups are left as they are."""
     edited: Optimizer = object.__new__(type(optimizer))
     edited.__dict__.update(optimizer.__dict__)
     try:

@@ -74,7 +74,7 @@ class _FabricStrategy(Strategy):
         storage_options: Any = None,
         filter: Filter | None = None,  # noqa: A002
     ) -> None:
-        """Save under a path atomically, replacing what is there."""
+        """Save under a path atomically. Replace the checkpoint there."""
         if storage_options is not None:
             raise InvalidArgumentError("rankless's strategies take no storage_options")
         path = self._checkpoints.locate(self.broadcast(path))
@@ -102,7 +102,7 @@ class _FabricStrategy(Strategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Fill a state in place; return what else is in the checkpoint."""
+        """Fill a state in place; return all other entries of the checkpoint."""
         path = self._checkpoints.locate(self.broadcast(path)).resolve()
         del weights_only  # code in it is never run
         self._checkpoints.finish_pending()
@@ -136,7 +136,7 @@ def _single_state(objects: Mapping[str, Any]) -> Any:
 
 
 def _restore_structure(given: Mapping[str, Any], saved: list[str]) -> Any:
-    """Return the given objects that were saved, in the structure in which they were saved."""
+    """Return the given objects that were saved, in the structure that they were saved in."""
     objects = {key: value for key, value in given.items() if key in saved}
     return _single_state(objects) if len(saved) == 1 else objects or None
 

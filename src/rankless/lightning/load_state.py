@@ -1,8 +1,8 @@
 """Loading: straight from the checkpoint into the tensors, or from the dict that hooks have changed.
 
 A ``Trainer`` strategy (:mod:`rankless.lightning.trainer`) calls it on every rank, in the thread of the caller. All
-ranks must load in the same way, so they vote on whether hooks got something, "looking at what hooks have changed". What
-hooks have left is loaded through readers of :mod:`rankless.lightning.hooked_state`.
+ranks must load in the same way, so they vote on whether hooks got something, "looking at what hooks have changed".
+States that hooks have left are loaded through readers of :mod:`rankless.lightning.hooked_state`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _on_any_rank(changed: bool) -> bool:
 def _load_components(
     checkpoint: ResumedCheckpoint, training: TrainingObjects, reader_adapter: ReaderAdapter | None, *, strict: bool
 ) -> None:
-    """Load some components of the checkpoint, or of what hooks have made of them."""
+    """Load some components of the checkpoint, or the states that hooks have made of them."""
     request = LoadRequest(
         path=checkpoint.path,
         tag=None,

@@ -1,4 +1,4 @@
-"""Lightning's ``ModelCheckpoint``, whose ``dirpath`` may be the URL of a run in an object store.
+"""Lightning's ``ModelCheckpoint``. Its ``dirpath`` may be the URL of a run in an object store.
 
 Lightning calls it on every rank. The name of the class must stay: Lightning stores the state of a callback in
 checkpoints under a key that begins with it.
@@ -26,8 +26,8 @@ class ModelCheckpoint(LightningModelCheckpoint):
     """Lightning's callback. For a folder it is the same; of a URL it needs no further package of Lightning's.
 
     Args:
-        dirpath: A folder, or a URL: ``s3://bucket/run``, ``gs://…``, ``az://…``. The settings of the store are those of
-            the environment. Of a URL, the attribute ``dirpath`` is ``rankless+s3://…`` and so on.
+        dirpath: A folder, or a URL: ``s3://bucket/run``, ``gs://…``, ``az://…``. The environment has the settings of
+            the store. Of a URL, the attribute ``dirpath`` is ``rankless+s3://…`` and so on.
         args: The other positional arguments of Lightning's callback.
         options: The keyword arguments of Lightning's callback.
 

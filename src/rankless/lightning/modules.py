@@ -1,4 +1,4 @@
-"""Lightning's modules, whose ``load_from_checkpoint`` also opens what the strategies write: folders, and URLs.
+"""Lightning's modules. Their ``load_from_checkpoint`` also opens checkpoints of the strategies: folders, and URLs.
 
 A script calls it in one process. The names of the classes are Lightning's, so that a program changes one import.
 """
@@ -51,7 +51,7 @@ class _FolderOpening:
 
 
 def _is_folder(path: str | PathLike[str]) -> bool:
-    """Return whether a path is a folder, or the URL of a store in which checkpoints are folders."""
+    """Return whether a path is a folder, or the URL of a store that has checkpoints as folders."""
     try:
         location = parse_location(path)
     except InvalidArgumentError:  # such as http://, which Lightning knows

@@ -1,6 +1,6 @@
 """The state dict of a checkpoint's model, in the order of the module and with its metadata, as torch creates it.
 
-:mod:`rankless.lightning.checkpoint_dict` calls it on each rank. The order is that of ``Module.state_dict``.
+:mod:`rankless.lightning.checkpoint_dict` calls it on each rank. The order is the same as in ``Module.state_dict``.
 """
 
 from __future__ import annotations

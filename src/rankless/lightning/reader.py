@@ -37,7 +37,7 @@ def is_lightning(path: Path) -> bool:
 
 
 def _folder_schema(saved: Mapping[Any, Any]) -> Schema:
-    """Return where the Trainer's components are: those of the distributed checkpoint, and schedulers of ``meta.pt``."""
+    """Return the places of the Trainer's components: in the distributed checkpoint, and schedulers in ``meta.pt``."""
     numbers = sorted(int(match[1]) for key in saved if (match := _OPTIMIZER.fullmatch(str(key))))
     return Schema(
         model=tuple(key for key in ("state_dict", "model") if key in saved),

@@ -3,7 +3,7 @@
 A folder is renamed to a hidden name first, so that no process loads half of it. In an object store the pointer is the
 first object that is removed.
 
-:mod:`rankless.lightning.checkpoints` calls it on rank 0, when what was saved is durable.
+:mod:`rankless.lightning.checkpoints` calls it on rank 0, when the new checkpoint is durable.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rankless.storage.store import store_of
 def remove_checkpoint(path: Path, replaceable: Replaceable) -> None:
     """Remove a folder, a file or a link. Do nothing if it does not exist, or is pinned in an object store.
 
-    What is not ``replaceable`` stays, with a warning.
+    A path that is not ``replaceable`` stays, with a warning.
 
     Rank 0 calls it, outside of votes.
     """

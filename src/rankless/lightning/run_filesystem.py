@@ -1,8 +1,8 @@
-"""A run in an object store as a file system of fsspec, in which each checkpoint is a path.
+"""A run in an object store as a file system of fsspec. Each checkpoint is a path in it.
 
 Lightning asks fsspec whether a checkpoint exists and when it was saved. In a store the keys of a checkpoint do not
 begin with its path (see :mod:`rankless.run.object_run`), so other file systems of fsspec do not find it. This one has a
-protocol of its own for each kind of store, such as ``rankless+s3``, and leaves those of other packages as they are.
+protocol of its own for each kind of store, such as ``rankless+s3``, and leaves other packages' protocols as they are.
 
 Lightning's callbacks ask it, on each rank.
 """

@@ -98,7 +98,7 @@ class _TrainerStrategy(Strategy):
         return is_hook_overridden(hook, self.lightning_module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Save under a path atomically, replacing what is there: the model's state dict as hooks have left it."""
+        """Save under a path atomically, in place of an old file: the model's state dict as hooks have left it."""
         if storage_options is not None:
             raise InvalidArgumentError("rankless's strategies take no storage_options")
         path = self._checkpoints.locate(self.broadcast(filepath))
@@ -118,7 +118,7 @@ class _TrainerStrategy(Strategy):
         )
 
     def _logged_metrics(self) -> dict[str, torch.Tensor]:
-        """Return what the module has logged for callbacks, such as the value that ``ModelCheckpoint`` monitors."""
+        """Return the values that the module has logged for callbacks, such as the one for ``ModelCheckpoint``."""
         module = self.lightning_module
         logged = {} if module is None or module._trainer is None else module.trainer.callback_metrics  # noqa: SLF001
         return {name: value for name, value in logged.items() if value.numel() == 1 and not value.is_complex()}

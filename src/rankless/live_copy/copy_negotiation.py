@@ -59,7 +59,7 @@ class _Role(msgspec.Struct, frozen=True, array_like=True):
 
 @prepared
 class _Announcement(msgspec.Struct, frozen=True, array_like=True):
-    """Digests of what a source rank holds, and its number in the meshes of its tensors."""
+    """Digests of a source rank's state, and its number in the meshes of its tensors."""
 
     spec: bytes
     meshes: bytes
@@ -78,10 +78,10 @@ class _Directory(msgspec.Struct, frozen=True, array_like=True):
 
 @prepared
 class _Contribution(msgspec.Struct, frozen=True, array_like=True):
-    """The specs and values that a rank sends. Those that another rank sends, too, are empty.
+    """The specs and values that a rank sends. Fields that another rank sends, too, are empty.
 
-    ``crcs`` are those of the tensors among the rank's own values, by name. ``digests`` are those of the values of which
-    the receivers get the first source's.
+    ``crcs`` are the CRCs of the tensors among the rank's own values, by name. ``digests`` are the digests of the values
+    that receivers get from the first source.
     """
 
     encoded_spec: _EncodedSpec
@@ -108,10 +108,10 @@ class _SourceContent(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class SourceState:
-    """The state that the ``ranks`` give: their tensors by group and name, their values, and what this rank has of it.
+    """The state that the ``ranks`` give: their tensors by group and name, their values, and this rank's part of it.
 
-    ``crcs`` are those of the tensors that belong to single ranks. ``differing`` are the names of values that differ
-    between the ranks, and of which only those of the first rank are copied.
+    ``crcs`` are the CRCs of the tensors that belong to single ranks. ``differing`` are the names of values that differ
+    between the ranks: only the first rank's are copied.
     """
 
     ranks: Sequence[int]
@@ -125,7 +125,7 @@ class SourceState:
 
     @property
     def name(self) -> Path:
-        """The name of the source in messages."""
+        """The name of the source in messages. For example, ``the state of ranks 0, 1``."""
         return Path(f"the state of rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}")
 
     @property
@@ -185,7 +185,7 @@ def _require_equal(subject: str, components: Mapping[int, list[str]]) -> None:
 def exchange_source(
     given: TrainingObjects | None, sources: Sequence[int], session: Session, global_ranks: Sequence[int]
 ) -> SourceState:
-    """Capture the state on the source ranks, and tell all ranks what there is. No tensor is moved.
+    """Capture the state on the source ranks, and tell all ranks its contents. No tensor is moved.
 
     All ranks call it. It holds the votes "looking at the state of the sources" and "exchanging the specs of the
     sources".
@@ -228,7 +228,7 @@ def exchange_source(
 
 
 def _number_ranks(mesh_ranks: Sequence[int], sources: Sequence[int]) -> list[int]:
-    """Return the number of each rank in the meshes of the sources. Those of other ranks are only for messages."""
+    """Return the number of each rank in the meshes of the sources. Other ranks' numbers are only for messages."""
     numbers = {rank: mesh_ranks[rank] for rank in sources}
     if len(set(numbers.values())) < len(numbers):
         raise RankMismatchError(

@@ -66,7 +66,7 @@ class CopyOperation:
         return self._build_result(source, receiver, moved)
 
     def _match_receivers(self, source: SourceState) -> tuple[Receiver, GlobalSpec]:
-        """Match the objects of the receivers with the source. Return those of this rank, and the requests of all."""
+        """Match the objects of the receivers with the source. Return this rank's receiver, and the requests of all."""
         session, request, global_ranks = self._session, self._request, self._ranks.global_ranks()
         numbers = RankNumbers(session.rank, global_ranks[session.rank], session.size)
 
@@ -92,7 +92,7 @@ class CopyOperation:
         return receiver, directory.build_global_spec(encoded_specs, global_ranks, is_partial=True)
 
     def _compare_merged(self, source: SourceState, receiver: Receiver, requested: GlobalSpec) -> None:
-        """Report to the receiver of this rank what it would drop of the source. All ranks know what is one tensor."""
+        """Report to the receiver of this rank the source's parts that it drops. All ranks know the joined tensors."""
         pairs = list_merged(names_known_to_any(requested))
         if not pairs:
             return
@@ -101,7 +101,7 @@ class CopyOperation:
         receiver.add_dropped(select_unequal(comparable, source, self._session), incomparable)
 
     def _plan_copy(self, source: SourceState, receiver: Receiver, requested: GlobalSpec) -> CopyPlan:
-        """Run the last checks before the caller's objects are changed, and plan which rank sends what."""
+        """Run the last checks before the caller's objects are changed, and plan the sends of each rank."""
         joins = self._request.sources is not None
         plan = CopyPlan(())
         tolerated: list[str] = []

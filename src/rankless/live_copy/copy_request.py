@@ -1,7 +1,7 @@
 """The arguments of a copy on one rank, and their checks.
 
 :func:`rankless.copy_state` makes one on each rank; the vote "looking at what to copy" checks and compares it. An
-argument on which the votes depend must be in one of the descriptions.
+argument that the votes depend on must be in one of the descriptions.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _SOURCE_NAMES = ("model", "optimizer", "scheduler", "stateful", "dataloader")
 class CopyRequest:
     """The part of one rank in a copy.
 
-    ``objects`` are those of the call itself, ``source`` those in its argument ``source``. ``sources`` are the ranks
-    whose ``objects`` are the source; with ``None`` these are the ranks that pass a ``source``. Both are as the caller
-    passed them: they may be wrong on one rank alone, so all ranks check them together.
+    ``objects`` are the objects of the call itself, ``source`` has the objects in its argument ``source``. ``sources``
+    are the ranks that give their ``objects`` as the source; with ``None`` these are the ranks that pass a ``source``.
+    Both are as the caller passed them: they may be wrong on one rank alone, so all ranks check them together.
     """
 
     objects: TrainingObjects
@@ -35,7 +35,7 @@ class CopyRequest:
     policy: RestorePolicy
 
     def find_given(self, rank: int) -> TrainingObjects | None:
-        """Return the objects whose state this rank gives; ``None`` if it is no source."""
+        """Return the objects that this rank gives the state of; ``None`` if it is no source."""
         if self.sources is not None:
             return self.objects if rank in self.sources else None
         if self.source is None:

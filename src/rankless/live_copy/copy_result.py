@@ -17,16 +17,16 @@ class CopyResult:
     Components are named as in :class:`rankless.RestoreResult`. A rank that received nothing has empty lists of them.
 
     Attributes:
-        user_content: The content of the lowest source rank. A rank that received nothing has what it passed itself.
-        sources: The ranks whose state was copied.
+        user_content: The content of the lowest source rank. A rank that received nothing has its own content.
+        sources: The ranks that the state was copied from.
         sent_bytes: The bytes of tensors that this rank has sent to other ranks.
         received_bytes: The bytes of tensors that this rank has received from other ranks.
         local_bytes: The bytes of tensors that this rank has copied from its own source objects.
         missing: The components that the sources do not have and, if that was allowed, names of tensors.
         unexpected: The names that only the sources have.
-        exact: The components that are equal to those of the sources bit for bit.
-        reconstructed: The components that cannot be identical: a model cast to another dtype, a data loader whose
-            position was taken over from other ranks, random number generators that were seeded.
+        exact: The components that are equal to the sources' components bit for bit.
+        reconstructed: The components that cannot be identical: a model cast to another dtype, a data loader with a
+            position from other ranks, random number generators that were seeded.
     """
 
     user_content: Any = None

@@ -1,6 +1,6 @@
 """``copy_state``: the training state of running ranks, copied to other running ranks without a file.
 
-A training calls it on every rank. Steps wait, and saves have copied what they need, before anything is changed.
+A training calls it on every rank. Steps wait, and saves have copied their state, before anything is changed.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def copy_state(
 ) -> CopyResult:
     """Copy the training state of running ranks to other running ranks, without a file. Every rank must call it.
 
-    There are two forms. With ``sources``, the objects of these ranks are the source, and those of all other ranks get
-    the state, in place: a replica that has come back gets it from the others. With ``source``, a rank passes the
-    objects that hold the state as a dict, and those that get it as the other arguments: the state moves to another
-    number of ranks or to another layout. A rank may pass both, or only one of them.
+    There are two forms. With ``sources``, the objects of these ranks are the source, and the objects of all other ranks
+    get the state, in place: a replica that has come back gets it from the others. With ``source``, a rank passes the
+    objects that hold the state as a dict, and the objects that get it as the other arguments: the state moves to
+    another number of ranks or to another layout. A rank may pass both, or only one of them.
 
     Bytes that a rank has itself are copied there; others come from all ranks that have them, in equal shares. The
     objects of the source are never changed. Layouts and dtypes are matched as in :func:`rankless.restore`.
@@ -74,7 +74,7 @@ def copy_state(
         model: A module in any layout, or a state dict; as in :func:`rankless.save_checkpoint`.
         optimizer: A ``torch.optim.Optimizer``. If it has never stepped, its state is created without a step.
         scheduler: An object with ``state_dict`` and ``load_state_dict``. The state of the lowest source rank is taken.
-        sources: The ranks of the process group whose objects are the source. All ranks pass the same.
+        sources: The ranks of the process group that have the source objects. All ranks pass the same.
         source: The objects that are the source on this rank, by the names of the arguments:
             ``{"model": model, "optimizer": optimizer}``, also ``scheduler``, ``stateful`` and ``dataloader``. Ranks
             that only receive leave it out.
@@ -82,8 +82,8 @@ def copy_state(
             taken.
         dataloader: An object with ``load_state_dicts``, such as a :class:`ResumableLoader`: it gets the states of all
             source ranks.
-        user_content: A tree of plain values, tensors and arrays, such as ``{"step": step}``. That of the lowest source
-            rank is returned to the ranks that receive.
+        user_content: A tree of plain values, tensors and arrays, such as ``{"step": step}``. The lowest source rank's
+            content is returned to the ranks that receive.
         strict: Whether names must match. If ``False``, matching names are copied and all others are left unchanged.
         allow_missing: The components that the sources may lack although ``strict`` is set; as in
             :func:`rankless.restore`.
@@ -96,7 +96,7 @@ def copy_state(
         timeout: The number of seconds that ranks wait for each other before all of them fail.
 
     Returns:
-        The user content, and a report of what was copied and how many bytes were sent.
+        The user content, and a report of the copied components and the bytes that were sent.
 
     Every rank raises the same error. Until all ranks have checked everything, nothing is changed. If a rank fails
     later, the objects that receive may be partly filled, and the message says so.

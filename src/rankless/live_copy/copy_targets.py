@@ -56,7 +56,7 @@ class Receiver:
     def match(
         cls, objects: TrainingObjects | None, source: SourceState, policy: RestorePolicy, numbers: RankNumbers
     ) -> Receiver:
-        """Find a target for everything that is requested, and allocate what is missing.
+        """Find a target for everything that is requested, and allocate missing states.
 
         Each rank calls it in the vote "matching the state of the sources".
         """
@@ -98,7 +98,7 @@ class Receiver:
     def check_matches(self, source: SourceState, requested: GlobalSpec, *, joins: bool) -> list[str]:
         """Raise ``MismatchError`` with all mismatches. Return messages about missing things that are tolerated.
 
-        If the rank ``joins`` others, which keep their state, it may have what one of them has.
+        If the rank ``joins`` others, which keep their state, it may have the same as one of them.
 
         Each rank calls it in the vote "matching the state with what it is copied into".
         """
@@ -166,7 +166,7 @@ def names_known_to_any(requested: GlobalSpec) -> dict[str, set[str]]:
     return {kind: requested.known_names(kind) for spec in requested.specs for kind in spec.known_names}
 
 
-#: What a mismatch is about: messages of loads say that it is a checkpoint.
+#: The subject of a mismatch: messages of loads say that it is a checkpoint.
 _WORDING = ("the checkpoint", "the source")
 
 

@@ -23,14 +23,14 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def select_incomparable(pairs: Sequence[Merged], source: SourceState) -> list[Merged]:
-    """Return the pairs of which the source has the tensors in shards that are not alike."""
+    """Return the pairs with tensors that the source has in shards that are not alike."""
     return [
         (kept, dropped) for kept, dropped in pairs if source.tensors[kept].division != source.tensors[dropped].division
     ]
 
 
 def select_unequal(pairs: Sequence[Merged], source: SourceState, session: Session) -> list[Merged]:
-    """Return the pairs whose tensors differ. Every rank calls it: the sources compute CRCs, and rank 0 compares them.
+    """Return the pairs with different tensors. Every rank calls it: the sources compute CRCs, and rank 0 compares them.
 
     Called by :class:`rankless.live_copy.copy_operation.CopyOperation` before anything is changed.
     """

@@ -1,8 +1,9 @@
 """Decisions about heartbeats: which rank to observe, and since when it is silent. Nothing is sent here.
 
 The ranks form a ring. Each observes its successor, so that the heartbeats of any number of ranks are read once each.
+For example, of four ranks rank 3 observes rank 0; if rank 0 has left, it observes rank 1.
 
-:class:`~rankless.liveness.watcher.Watcher` asks it in its thread, on each rank. Time in which this process was stopped
+:class:`~rankless.liveness.watcher.Watcher` asks it in its thread, on each rank. Time while this process was stopped
 must not count as silence of another.
 """
 
@@ -15,7 +16,7 @@ SWEPT_RANKS = 64
 
 
 class Ring:
-    """The other ranks in the order in which this one observes them: the next if the one before has left."""
+    """The other ranks in the order that this one observes them in: the next if the one before has left."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size, self._distance = rank, size, 1
@@ -38,10 +39,10 @@ class Ring:
 
 @dataclass
 class SilenceMeter:
-    """The seconds for which something has not changed while this process looked at it.
+    """The seconds that something has not changed while this process looked at it.
 
     Time between two looks counts at most ``longest_gap``: if this process was stopped itself, perhaps with all others,
-    it has not seen what happened meanwhile.
+    it has seen nothing meanwhile.
     """
 
     longest_gap: float
@@ -50,7 +51,7 @@ class SilenceMeter:
     _looked_at: float = field(default=0.0, repr=False)
 
     def observe(self, value: bytes, now: float) -> float:
-        """Take what is seen now. Return the seconds since it changed."""
+        """Take the value that is seen now. Return the seconds since it changed."""
         gap = min(now - self._looked_at, self.longest_gap)
         self.seconds = 0.0 if value != self._value else self.seconds + gap
         self._value, self._looked_at = value, now
@@ -58,5 +59,5 @@ class SilenceMeter:
 
 
 def find_unchanged(before: dict[int, bytes], after: dict[int, bytes]) -> list[int]:
-    """Return the ranks whose heartbeat has not changed."""
+    """Return the ranks with an unchanged heartbeat."""
     return sorted(rank for rank, value in before.items() if after.get(rank) == value)

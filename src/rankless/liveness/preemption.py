@@ -45,7 +45,7 @@ def preemption(*signals: int, process_group: ProcessGroupArgument = None, timeou
 
     Args:
         signals: the signals to watch for; ``SIGTERM`` if none is given. Until :meth:`Preemption.close` they have no
-            other effect, but a second ``SIGINT`` (Ctrl-C) does what it did before.
+            other effect, but a second ``SIGINT`` (Ctrl-C) has its earlier effect.
         process_group: the ranks that stop together; the default group, or this process alone if there is none.
         timeout: seconds that ranks wait for each other, once one has received a signal, before all of them fail.
 

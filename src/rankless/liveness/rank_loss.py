@@ -1,4 +1,4 @@
-"""The loss of ranks: what one rank has found, in a form that the others read, and its message.
+"""The loss of ranks: one rank's finding, in a form that the others read, and its message.
 
 :class:`~rankless.liveness.watcher.Watcher` finds losses in its thread, on each rank, and posts them for all others. All
 ranks must use one encoded form.
@@ -29,7 +29,7 @@ class LossEvidence(StrEnum):
 class RankLoss(msgspec.Struct, frozen=True):
     """Ranks of the job that are lost. ``finder`` is the rank that has noticed it, ``detail`` says more.
 
-    Ranks are those of the default group.
+    Ranks are numbers in the default group.
     """
 
     ranks: tuple[int, ...]

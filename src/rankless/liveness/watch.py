@@ -32,7 +32,7 @@ from rankless.torch_versions import clone_store
 
 
 class SeparateConnection(Store):
-    """A connection next to that of the training, in which a blocking call of the training would hold up all others.
+    """A connection next to the training's own: there a blocking call of the training would hold up all others.
 
     It is opened at the first call, because that may take seconds.
     """

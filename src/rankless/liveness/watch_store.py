@@ -1,9 +1,9 @@
 """Messages in the job's key-value store between ranks that watch each other.
 
 Keys: ``beat/RANK``, the heartbeat, or a farewell; ``host/HOST/NUMBER``, the processes of a host; ``notice/NUMBER``,
-what all ranks must know, of which there is none as long as no rank is lost. Their numbers are in ``notices`` and
-``host/HOST``. ``settled`` counts the ranks that do not need the store any more. In each interval a rank makes two
-calls.
+a message for all ranks: there is none as long as no rank is lost. For example, ``beat/3`` is rank 3's heartbeat. Their
+numbers are in ``notices`` and ``host/HOST``. ``settled`` counts the ranks that do not need the store any more. In each
+interval a rank makes two calls.
 
 :class:`~rankless.liveness.watcher.Watcher` uses it in its thread, on each rank. A value is set before the number that
 announces it is raised: readers rely on that.

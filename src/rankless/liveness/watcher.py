@@ -28,10 +28,10 @@ from rankless.process.local_processes import LocalProcesses
 #: Seconds between two attempts to begin, until all ranks have.
 _BEGIN_INTERVAL = 0.1
 
-#: Seconds in which other processes that ended at the same moment are counted in, too.
+#: Other processes that end within so many seconds are counted in, too.
 _SETTLE_SECONDS = 0.005
 
-#: The number of intervals for which the ranks after a silent one are observed, too.
+#: The number of intervals that the ranks after a silent one are observed for, too.
 _SWEEP_INTERVALS = 3
 
 #: The most characters of the message of an error that every rank logs.
@@ -145,7 +145,7 @@ class Watcher:
         return loss
 
     def _take_turn(self) -> RankLoss | None:
-        """Post a heartbeat, and look at what others have posted."""
+        """Post a heartbeat, and look at the posts of others."""
         is_begun = self._has_joined and self._board.has_met_all()
         self._next_look = time.monotonic() + (self._times.interval if is_begun else _BEGIN_INTERVAL)
         if not self._has_joined:
@@ -177,7 +177,7 @@ class Watcher:
         return self._sweep_ring(self._ring.observed)
 
     def _sweep_ring(self, silent: int) -> RankLoss | None:
-        """Look which ranks after a silent one are silent, too, as those of its host are if it is down."""
+        """Look which ranks after a silent one are silent, too: all ranks of its host are if it is down."""
         ranks = [silent, *self._ring.successors]
         before = self._board.read_beats(ranks)
         for _ in range(_SWEEP_INTERVALS):
@@ -202,7 +202,7 @@ class Watcher:
         return f"for {self._silence.seconds:.0f} s{others}: {reason}"
 
     def _find_ended(self) -> RankLoss | None:
-        """Return the loss of ranks of this host whose processes have ended without a farewell."""
+        """Return the loss of ranks of this host that have ended without a farewell."""
         if not self._ended:
             return None
         if not self._closing.wait(_SETTLE_SECONDS):

@@ -1,7 +1,7 @@
 """Joins stored tensors that are one tensor in the model: fused experts, parameters split by ``state_dict`` hooks.
 
 :mod:`rankless.load.load_operation` wraps its reader so on each rank, in the vote "reading the metadata". Ranks may join
-other tensors, if their models differ. What is joined must cover each element once; the stored tensors keep their
+other tensors, if their models differ. The joined parts must cover each element once; the stored tensors keep their
 numbers.
 """
 
@@ -123,7 +123,7 @@ def _fused_refs(model: object, infos: _Infos, reader: Reader) -> dict[str, Param
 
 
 def _find_misfit(ref: ParamRef, infos: _Infos) -> str | None:
-    """Return what is wrong with the stored tensors that a tensor of a model consists of; ``None`` if they fit."""
+    """Describe the misfit of the stored tensors that a tensor of a model consists of. Return ``None`` if they fit."""
     for split in ref.splits:
         if infos[split.name].shape != split.shape:
             return (

@@ -120,7 +120,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _EncodedSpec = tuple[bytes, bytes]
 
 
-#: What to do if a checkpoint has tensors of other shapes.
+#: Advice if a checkpoint has tensors of other shapes.
 _OTHER_MODEL = "If this is another model, pass another path. To change a checkpoint, see rankless.edit."
 
 
@@ -155,7 +155,7 @@ class LoadOperation:
         self._missing: list[str] = []
         self._differences: list[str] = []
         self._doubts: Sequence[str] = ()
-        #: The edits by which what is loaded came about.
+        #: The edits that have made the loaded state.
         self._edits: tuple[EditRecord, ...] = ()
 
     def run(self) -> RestoreResult:
@@ -199,7 +199,7 @@ class LoadOperation:
         self._request.on_event(event)
 
     def _prepare_reads(self, folder: Path) -> tuple[Reader, LoadTargets, Reads]:
-        """Do all that precedes the reads. What other hosts have of a local checkpoint is on this one afterwards."""
+        """Do all that precedes the reads. Afterwards this host has the other hosts' parts of a local checkpoint."""
         tier, generation = self._tier, self.selected.generation
         while True:
             if tier is not None and generation is not None:
@@ -299,14 +299,14 @@ class LoadOperation:
     def _plan_reads(
         self, reader: Reader, targets: LoadTargets, global_spec: GlobalSpec, decision: _LoadDecision
     ) -> Reads:
-        """Run the last checks before the caller's objects are changed, and plan which rank reads what."""
+        """Run the last checks before the caller's objects are changed, and plan the reads of each rank."""
         request = self._request
-        # Of a generation in the local tier, each host gets what it lacks before.
+        # Of a generation in the local tier, each host gets its missing parts before.
         exchange_is_needed = self.selected.generation is None
         has_page_cache = decision.hosts == 1 and not store_of(request.path).is_remote
         exchange = request.share_reads == "always" or (request.share_reads == "auto" and not has_page_cache)
 
-        #: What differs of the stored tensors that are one tensor of the model, of those that this rank compared.
+        #: The differences between stored tensors that are one tensor of the model, as far as this rank compared them.
         dropped: list[Merged] = []
 
         def check_and_plan() -> Reads:
@@ -482,7 +482,7 @@ class LoadOperation:
         )
 
     def _find_base(self) -> LoadedBase | None:
-        """Return what a save needs to continue the checkpoint, unless it is in another format."""
+        """Return the base that a save needs to continue the checkpoint, unless it is in another format."""
         manifest, selected = self._manifest, self.selected
         if manifest is None:
             return None

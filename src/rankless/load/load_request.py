@@ -23,18 +23,19 @@ from rankless.state.training import TrainingObjects
 #: How ranks read bytes that several of them need.
 SHARE_READS = ("auto", "always", "never")
 
-#: What to do if the newest checkpoint is corrupt and no tag was given.
+#: The reaction if the newest checkpoint is corrupt and no tag was given.
 ON_CORRUPTION = ("fall_back", "raise")
 
 
 class LoadRequest(msgspec.Struct, frozen=True):
     """A request to load the checkpoint ``path/tag``, or without a tag the latest one, or ``path`` if that is one.
 
-    ``edit`` changes what is loaded: it returns the reader of the checkpoint after an edit, or the reader as it is, if
-    the checkpoint came about by this edit. ``reader_adapter`` wraps the result in another reader, which renames or
-    joins its tensors; ``reader_adapter_text`` describes it. ``local``: the options of the local tier, as text.
-    ``token``: that of the job, which rank 0 passes on. ``resume``: as the caller passed it. ``goes_back_once``: if the
-    run went back to the checkpoint of the tag already, load the latest one.
+    ``edit`` changes the content: it returns the reader of the checkpoint after an edit, or the reader as it is, if this
+    edit has made the checkpoint. ``reader_adapter`` wraps the result in another reader, which renames or joins its
+    tensors; ``reader_adapter_text`` describes it. ``local``: the options of the local tier, as text. ``token``: the
+    job's token, which rank 0 passes on. ``resume``: as the caller passed it. ``goes_back_once``: if the run went back
+    to the checkpoint of the tag already, load the latest one. For example, ``runs/a`` with the tag ``step_10``, or
+    ``runs/a/step_10`` without one.
     """
 
     path: Path

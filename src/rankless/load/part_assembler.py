@@ -1,11 +1,11 @@
-"""Assembles a generation from what the hosts have of it: intact parts and copies, and parts computed from parity.
+"""Assembles a generation from the files of all hosts: intact parts and copies, and parts computed from parity.
 
-At first only the tables are read. The bytes of the parts are verified later, while hosts send to each other what they
-lack (:mod:`rankless.load.part_fetch`), or before a part is computed from others. Then the generation is assembled again
-without what is corrupt.
+At first only the tables are read. The bytes of the parts are verified later, while hosts send each other missing bytes
+(:mod:`rankless.load.part_fetch`), or before a part is computed from others. Then the generation is assembled again
+without corrupt parts.
 
-:mod:`rankless.load.tier_load` calls it on every rank, in sessions of a load or a drain. Rank 0 merges what all have
-posted; all ranks must assemble the same generation, because they plan reads and transfers from it.
+:mod:`rankless.load.tier_load` calls it on every rank, in sessions of a load or a drain. Rank 0 merges the reports that
+all have posted; all ranks must assemble the same generation, because they plan reads and transfers from it.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class PartFetch:
         return bool(decision) and sources is not None
 
     def _open_sources(self, transfers: Sequence[Transfer], *, is_verified: bool) -> Mapping[int, Bytes] | None:
-        """Map the parts that this rank sends, after checking that its host has the memory for what it gets.
+        """Map the parts that this rank sends, after checking that its host has memory for the parts that it gets.
 
         Return ``None`` if a rank cannot map one: it may be cut or lost. To verify the parts tells which, unless it was
         done before.
@@ -86,7 +86,7 @@ class PartFetch:
         return sources if are_open else None
 
     def _plan(self, plan: Reads) -> list[Transfer]:
-        """Return what all ranks send to each other."""
+        """Return the transfers between all ranks."""
         assembly = self._assembly
 
         def plan_all(posted: list[bytes]) -> bytes:

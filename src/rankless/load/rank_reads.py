@@ -169,7 +169,7 @@ class Reads(msgspec.Struct, frozen=True, dict=True):
             yield from ((key[0], name) for name in self.mappings[key].names)
 
     def iter_file_ranges(self) -> Iterator[FileRange]:
-        """Yield what this rank itself reads."""
+        """Yield the ranges that this rank itself reads."""
         yield from self.plan.file_ranges
         yield from self.plan.host_shared
         for stripe in self.plan.local_stripes:
@@ -196,7 +196,7 @@ class Reads(msgspec.Struct, frozen=True, dict=True):
         *,
         make_readers: MakeReaders = ReaderPool,
     ) -> Fragments:
-        """Read into the targets, all of which have memory now. Return the CRCs of the fragments that were hashed.
+        """Read into the targets. All of them have memory now. Return the CRCs of the fragments that were hashed.
 
         The reads run after the work that the caller has enqueued on the targets' devices, and before later work.
 

@@ -33,10 +33,9 @@ class RestoreResult:
         unexpected: The names that exist only in the checkpoint.
         exact: The components that are restored bit for bit.
         reconstructed: The components that are restored but cannot be identical: a model cast to another dtype, a data
-            loader whose position was split for another number of ranks, random number generators that were derived
-            from the saved ones for another number of ranks, values that differed between the ranks that saved and of
-            which all ranks get rank 0's. A component with missing or unexpected names is in
-            neither list.
+            loader with a position that was split for another number of ranks, random number generators that were
+            derived from the saved ones for another number of ranks, values that differed between the ranks that saved:
+            all ranks get rank 0's. A component with missing or unexpected names is in neither list.
         skipped_checkpoints: The tags of corrupt checkpoints that were ignored and may be newer.
         run: The id of the run that saved the checkpoint; empty for formats other than rankless's.
         path: The directory of the checkpoint, or its file.
@@ -48,10 +47,10 @@ class RestoreResult:
         not_requested: The components that the checkpoint has and that nothing was passed for, such as
             ``"stateful/ema"``.
         sequence: The position in the order of all saves into the run directory; 0 for formats other than rankless's.
-        edits: The edits by which it came about, oldest first, also the one of this load: see :func:`rankless.edit`.
+        edits: The edits that have made it, oldest first, also the one of this load: see :func:`rankless.edit`.
         saved_ranks: How many ranks saved the checkpoint; 0 for formats other than rankless's.
         ranks: How many ranks loaded it.
-        base: What a save into its directory needs to continue it; ``None`` for formats other than rankless's.
+        base: The facts that a save into its directory needs to continue it; ``None`` for formats other than rankless's.
     """
 
     user_content: Any
@@ -78,7 +77,10 @@ class RestoreResult:
     base: LoadedBase | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
-        """Return what was loaded, in a line for a log."""
+        """Return a line for a log that describes the load.
+
+        For example, ``runs/a/step_10 (step 10), saved by 8 ranks, loaded on 4 ranks, every byte verified``.
+        """
         step = "" if self.step is None else f" (step {self.step:g})"
         saved = f", saved by {_count_ranks(self.saved_ranks)}" if self.saved_ranks else ""
         tier = ", from the local tier" if self.source == "local tier" else ""

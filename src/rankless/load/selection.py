@@ -2,7 +2,7 @@
 
 Rank 0 selects in its decision in the vote "finding the checkpoint to load" (:mod:`rankless.load.load_operation`);
 :mod:`rankless.load.fallback` notes failures on all ranks. A checkpoint that cannot be read for a moment must not be
-skipped: what is skipped as corrupt is hidden by the next save.
+skipped: the next save hides a checkpoint that is skipped as corrupt.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
 class SkippedCheckpoints(msgspec.Struct, frozen=True):
     """The tags of checkpoints that a load has skipped, by the reason.
 
-    ``corrupt`` checkpoints differ from what was saved. ``mismatched`` ones are intact, but do not match the caller's
-    objects. ``unreadable`` ones are in a newer format, or may not be read. ``reasons`` has an error message for each
-    corrupt one.
+    ``corrupt`` checkpoints have other bytes than were saved. ``mismatched`` ones are intact, but do not match the
+    caller's objects. ``unreadable`` ones are in a newer format, or may not be read. ``reasons`` has an error message
+    for each corrupt one. For example, ``step_30`` is corrupt, and ``step_20`` is loaded.
     """
 
     corrupt: tuple[str, ...] = ()
@@ -122,7 +122,10 @@ class SkippedCheckpoints(msgspec.Struct, frozen=True):
         return cls(tuple(corrupt), mismatched, unreadable, tuple(corrupt.values()))
 
     def describe(self) -> str:
-        """Describe the skipped checkpoints as part of a sentence. Return an empty text if there are none."""
+        """Describe the skipped checkpoints as part of a sentence. Return an empty text if there are none.
+
+        For example, ``step_30 is corrupt``.
+        """
         reasons = (
             (self.corrupt, "is corrupt", "are corrupt"),
             (self.mismatched, "does not match the objects passed", "do not match the objects passed"),
@@ -199,7 +202,7 @@ class CheckpointSelector:
         return self._retry_until_stable()
 
     def _publish_collected(self, run: Path) -> None:
-        """Write a checkpoint whose parts hosts have put into the run directory, if a process died before it did so."""
+        """Write a checkpoint if its parts are in the run directory, and a process died before it wrote it."""
         from rankless.save.offline_drain import publish_collected  # noqa: PLC0415 - hardly any load needs its modules
 
         try:
@@ -235,7 +238,7 @@ class CheckpointSelector:
             raise self._filling_error or error
 
     def _may_read_again(self, selected: SelectedCheckpoint, error: RanklessError) -> bool:
-        """Return whether what is stored may be intact: bytes change on their way, and replicas of a store lag, too."""
+        """Return whether stored bytes may be intact: bytes change on their way, and replicas of a store lag, too."""
         is_distant = selected.generation is None and store_of(self._request.path).is_remote
         may_be_wrong = _is_missing(error) or isinstance(error, CorruptCheckpointError)
         is_unclear = isinstance(error, UnstableReadError) or (is_distant and may_be_wrong)
@@ -337,7 +340,7 @@ class CheckpointSelector:
         return _as_latest(selected, scan, latest.run, latest.sequence)
 
     def _select_itself(self, path: Path, scan: RunScan) -> SelectedCheckpoint | None:
-        """Return the checkpoint that a path without rankless checkpoints is itself, or that of the local tier."""
+        """Return the checkpoint that a path without rankless checkpoints is itself, or the local tier's."""
         resolved = resolve_checkpoint_path(path)
         if is_native(resolved):
             return _select_folder(resolved, path.name)
@@ -392,7 +395,7 @@ def _newest_version(path: Path) -> Path:
 
 
 def _as_latest(selected: SelectedCheckpoint, scan: RunScan, run: str, sequence: int) -> SelectedCheckpoint:
-    """Return a checkpoint that was selected as the latest one, with what is known of its run then.
+    """Return a checkpoint that was selected as the latest one, with the facts of its run then.
 
     Its own sequence number counts too: the local tier is ahead, or all that were listed were removed since.
     """

@@ -1,8 +1,8 @@
-"""The generations in the local tiers of all hosts: each rank lists those of its host, and all ranks exchange them.
+"""The generations in the local tiers of all hosts: each rank lists its host's, and all ranks exchange them.
 
 :mod:`rankless.load.tier_load` calls it on every rank before a checkpoint is selected. The order of :func:`take_over`
 must stay: announce in the run directory, take over the folders of all hosts, and only then look. An earlier job that is
-still alive could otherwise change what was seen.
+still alive could otherwise change them after the look.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True)
 class TierHosts:
-    """The hosts of a job, and what their local tiers have together.
+    """The hosts of a job, and the common contents of their local tiers.
 
     Attributes:
         host_of: The number of each rank's host.
@@ -64,7 +64,7 @@ class _Gathered(msgspec.Struct, frozen=True, array_like=True):
 
 
 def gather_hosts(tier: TierJob, session: Session) -> TierHosts:
-    """Let all ranks tell which generations their hosts have, and put what only they have into the run directory.
+    """Let all ranks tell which generations their hosts have, and put parts that only they have into the run directory.
 
     Every rank of a job that goes on calls it, after it has taken over the folders.
     """
@@ -77,7 +77,7 @@ def gather_hosts(tier: TierJob, session: Session) -> TierHosts:
 def look_at_hosts(tier: TierJob, session: Session) -> TierHosts:
     """Let all ranks tell which generations their hosts have. Nothing is changed; a host may have no folder.
 
-    Ranks of several hosts send each other parts, for which each host needs names of files.
+    Ranks of several hosts send each other parts. Each host needs names of files for these.
     """
 
     def list_own() -> HostOffer:
@@ -176,7 +176,7 @@ def take_over(tier: TierJob, ranks: RankGroup, timeout: float) -> TierHosts:
 def _find_lacking(
     tier: TierJob, offers: Sequence[HostOffer], local: Sequence[LocalCheckpoint], history: Entry
 ) -> tuple[GenerationKey | None, list[int]]:
-    """Return the newest generation that only hosts and the run directory have together, and what this one lacks."""
+    """Return the newest generation that only hosts and the run directory have together, and the parts that it lacks."""
     collected = CollectedParts.of(tier.run)
     shared = list_offers(collected.folder) if collected.exist else []
     together = find_complete([*offers, HostOffer("", "", shared)], history)

@@ -1,10 +1,10 @@
-"""The part of a load that concerns the local tier: what the hosts have, and the bytes that they send to each other.
+"""The part of a load that concerns the local tier: the hosts' parts, and the bytes that they send to each other.
 
-1. All ranks tell what their hosts have. Rank 0 knows then which generations are complete, and selects.
-2. The tables of all parts of the selected generation are sent to all ranks, which plan what they read.
+1. All ranks tell which parts their hosts have. Rank 0 knows then which generations are complete, and selects.
+2. The tables of all parts of the selected generation are sent to all ranks, which plan their reads.
 3. Each host gets the bytes that its ranks need and that are in parts on other hosts. Meanwhile the ranks of each host
-   verify its parts. If one is corrupt, the generation is assembled again without it: a copy on another host, or what is
-   computed from parity, takes its place. After that, the load is an ordinary one, from files of the host.
+   verify its parts. If one is corrupt, the generation is assembled again without it: a copy on another host, or a part
+   that is computed from parity, takes its place. After that, the load is an ordinary one, from files of the host.
 
 :mod:`rankless.load.fallback` and :mod:`rankless.load.load_operation` call it on every rank, in the thread of the
 caller; ``RunDirectory.drain`` assembles with it, too. Rank 0 claims only when all ranks have put the values in place,
@@ -43,7 +43,7 @@ class TierLoad:
     """The local tier in one load, over all attempts."""
 
     def __init__(self, tier: TierJob, ranks: RankGroup, timeout: float, *, resumes: bool) -> None:
-        """``resumes``: the training goes on from what is loaded. Otherwise the load only looks into the tier."""
+        """``resumes``: the training goes on from the loaded state. Otherwise the load only looks into the tier."""
         self.tier, self._ranks, self._timeout = tier, ranks, timeout
         self._resumes = resumes
         self._hosts = TierHosts((), ())
@@ -104,7 +104,7 @@ class TierLoad:
             raise
 
     def _find_later(self, session: Session) -> GenerationKey | None:
-        """Return the newest generation of this job that is later than those of its processes, on any host."""
+        """Return the newest generation of this job that is later than all of its processes' own, on any host."""
 
         def choose(posted: list[bytes]) -> bytes:
             keys = [msgspec.msgpack.decode(raw, type=GenerationKey | None) for raw in posted]
@@ -151,7 +151,7 @@ class TierLoad:
     ) -> None:
         """Claim an incarnation that continues from the loaded checkpoint, and remove all other generations.
 
-        If the training does not go on, only note what was loaded: a save may continue from it later.
+        If the training does not go on, only note the loaded generation: a save may continue from it later.
         """
         self.remove_fetched()
         if self._resumes:

@@ -1,4 +1,4 @@
-"""Comparison of what all ranks read with the CRC-32s in files of ``torch.save``. rankless's own files have others.
+"""Comparison of the bytes that all ranks read with the CRC-32s in files of ``torch.save``. Own files have others.
 
 :mod:`rankless.load.load_operation` collects on each rank in the vote "reading", and compares on rank 0 in its decision.
 Pieces of one range with different CRCs must be an error.
@@ -26,7 +26,7 @@ _SHARE = 16
 
 @prepared
 class _ReadRange(msgspec.Struct, frozen=True, array_like=True):
-    """A range with a checksum, and the CRCs of what a rank has read of it."""
+    """A range with a checksum, and the CRCs of the parts that a rank has read of it."""
 
     file: str
     start: int
@@ -40,10 +40,10 @@ class _ReadRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 def find_read_crcs(plan: Reads) -> ReadCrcs:
-    """Return the checksums of the files that this rank may read, to which the CRCs of what this rank reads are added.
+    """Return the checksums of the files that this rank may read. The CRCs of its reads are added to them.
 
     Files in object stores have none here: finding each checksum would take a request. Neither have records of
-    distributed checkpoints, of which there may be very many.
+    distributed checkpoints: there may be very many of these.
     """
     # Native checkpoints have CRCs of their own, and need neither module.
     from rankless.formats.file_checksums import find_file_checksums  # noqa: PLC0415
@@ -56,7 +56,7 @@ def find_read_crcs(plan: Reads) -> ReadCrcs:
 
 
 def encode_read_crcs(crcs: ReadCrcs) -> bytes:
-    """Encode what a rank has read for rank 0."""
+    """Encode the CRCs of a rank's reads for rank 0."""
     by_number: dict[int, list[tuple[int, int, int]]] = {}
     for number, *piece in crcs.pieces:
         by_number.setdefault(number, []).append((piece[0], piece[1], piece[2]))
@@ -71,8 +71,8 @@ def encode_read_crcs(crcs: ReadCrcs) -> bytes:
 def check_read_crcs(reports: Iterable[bytes]) -> None:
     """Compare ranges that the ranks have read with their checksums, given all results of :func:`encode_read_crcs`.
 
-    What is missing of a range is read now. A range of which more than a sixteenth is missing is not compared. Raises
-    ``CorruptCheckpointError``.
+    Missing parts of a range are read now. A range is not compared if more than a sixteenth of it is missing. Raises
+    ``CorruptCheckpointError``. For example, of a range of 16 MiB at most 1 MiB may be missing.
     """
     merged: dict[RangeChecksum, list[tuple[int, int, int]]] = {}
     for raw in reports:

@@ -1,7 +1,7 @@
 """The sharding spec of a model, from the attributes that its NxD or Megatron layers have set on parameters.
 
-:func:`rankless.nxd.load_checkpoint` asks it on each rank; users call it to keep the text. The text is that of a spec
-file.
+:func:`rankless.nxd.load_checkpoint` asks it on each rank; users call it to keep the text. The text can be stored as a
+spec file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``save_checkpoint``, ``load_checkpoint``, ``has_checkpoint`` and ``finalize_checkpoint`` of NxD 0.18.
 
 A training script calls them on every rank, in place of NxD's functions. The names and the order of the arguments must
-stay those of NxD.
+stay the same as in NxD.
 """
 
 from __future__ import annotations

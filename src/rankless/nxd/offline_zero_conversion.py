@@ -1,8 +1,8 @@
 """Converts ZeRO-1 states of NxD offline, to another number of data-parallel ranks or to whole states.
 
-In addition to what NxD's converter does, it converts master weights, scalars and parameters without a state, and checks
-that the files belong together before it writes anything. The input is only read, and the output appears atomically when
-it is complete.
+Unlike NxD's converter, it also converts master weights, scalars and parameters without a state, and checks that the
+files belong together before it writes anything. The input is only read, and the output appears atomically when it is
+complete.
 
 :mod:`rankless.nxd.command` calls it, in one process.
 """

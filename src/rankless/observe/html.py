@@ -1,7 +1,7 @@
 """Tables of HTML, as notebooks show them.
 
-All text is escaped twice: control characters as for a terminal, then what HTML reserves. There are no scripts and no
-colours of their own, so that the tables look as all others of a notebook do, light or dark.
+All text is escaped twice: control characters as for a terminal, then the characters that HTML reserves. There are no
+scripts and no colours of their own, so that the tables look as all others of a notebook do, light or dark.
 
 The pages of checkpoints, runs and differences in notebooks are built with it, in one process. Text must be escaped
 here, and nowhere else.
@@ -24,8 +24,8 @@ _HEAD, _TAIL = 20, 10
 class HtmlTable:
     """A table. ``right`` are the numbers of the columns that are aligned to the right.
 
-    Of a long table the rows in the middle are hidden; ``noun`` is what one of them is. A table without ``titles`` has
-    a header in the first column.
+    Of a long table the rows in the middle are hidden; ``noun`` is the word for one of them, such as ``"tensor"``. A
+    table without ``titles`` has a header in the first column.
     """
 
     titles: Sequence[str]

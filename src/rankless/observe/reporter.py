@@ -70,7 +70,7 @@ class EventReporter:
         return time.perf_counter() - self._began
 
     def mark_returned(self) -> float:
-        """Note that the call returns to its caller. Return the seconds for which it blocked."""
+        """Note that the call returns to its caller. Return the seconds that it has blocked."""
         self._blocking_seconds = self.elapsed_seconds()
         return self._blocking_seconds
 
@@ -98,7 +98,7 @@ class EventReporter:
     def report_saved(self, path: Path, step: float | None, nbytes: int, shared_nbytes: int) -> None:
         """Report that the checkpoint at ``path`` is durable.
 
-        Its tensors take ``nbytes`` bytes, of which ``shared_nbytes`` were not written.
+        Its tensors take ``nbytes`` bytes: ``shared_nbytes`` of these were not written.
 
         A save or drain calls it on each rank, in its thread, after the commit.
         """
@@ -174,7 +174,7 @@ class EventReporter:
 
 
 def notify_listener(on_event: OnEvent, event: Event, path: Path) -> None:
-    """Call a listener. Log what it raises.
+    """Call a listener. Log the errors that it raises.
 
     Any thread calls it.
     """

@@ -1,4 +1,4 @@
-"""Spans: which phase of a save or a load ran when, and in which thread, for as long as a trace records them.
+"""Spans: the phases of saves and loads, each with its times and its thread, as long as a trace records them.
 
 Each phase is named where it is done, with :func:`span` or :func:`traced`. Without a trace this is a check of one
 attribute. Nothing is recorded inside the loops over tensors and chunks.
@@ -23,8 +23,8 @@ import msgspec
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: What a phase does. A ``call`` is a whole save or load; a ``step`` is one that all ranks take together; in a ``vote``
-#: a rank posts its outcome, and waits until rank 0 has decided.
+#: The kind of work of a phase. A ``call`` is a whole save or load; a ``step`` is one that all ranks take together; in a
+#: ``vote`` a rank posts its outcome, and waits until rank 0 has decided.
 Category = Literal[
     "call",
     "step",
@@ -60,7 +60,7 @@ class Span(NamedTuple):
 
 
 class Recording:
-    """The spans of one trace, at most ``limit``: the oldest are dropped, because what surrounds others ends last.
+    """The spans of one trace, at most ``limit``: the oldest are dropped, because outer spans end last.
 
     It ends when its block has ended, and all work in other threads that began in the block: then ``on_end`` is called,
     in the thread that was last.
@@ -75,12 +75,12 @@ class Recording:
 
     @property
     def spans(self) -> list[Span]:
-        """The recorded spans, in the order in which they ended."""
+        """The recorded spans, in the order of their ends."""
         return list(self._spans)
 
     @property
     def dropped(self) -> int:
-        """The number of spans for which there was no room."""
+        """The number of spans that there was no room for."""
         return self._count - len(self._spans)
 
     def add(self, ended: Span) -> None:

@@ -51,7 +51,10 @@ def terminal_console(*, stderr: bool = False) -> Console:
 
 
 def escape_control_characters(text: str) -> str:
-    """Return text from a checkpoint with its non-printable characters, which could control a terminal, escaped."""
+    """Return text from a checkpoint with its non-printable characters, which could control a terminal, escaped.
+
+    For example, a line feed becomes a backslash and ``n``.
+    """
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

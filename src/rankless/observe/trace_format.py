@@ -1,10 +1,11 @@
 """The Chrome trace-event format, which Perfetto reads: spans as JSON, and several traces as one.
 
-Times are those of ``torch.profiler``: microseconds of the clock of the host, from a base that the file names. Torch
-takes the start of the current period of three months as the base, so that microseconds with decimals fit into a double.
+Times are the same as in ``torch.profiler``: microseconds of the clock of the host, from a base that the file names.
+Torch takes the start of the current period of three months as the base, so that microseconds with decimals fit into a
+double.
 
-:mod:`rankless.tracing` encodes on each rank, in the thread that was last, and merges in one process. Times must be
-those of ``torch.profiler``.
+:mod:`rankless.tracing` encodes on each rank, in the thread that was last, and merges in one process. Times must agree
+with ``torch.profiler``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rankless.errors import InvalidArgumentError
 from rankless.observe.spans import Recording, Span
 from rankless.observe.units import format_count
 
-#: The seconds of a period whose start is the base of all times in a file, as in ``torch.profiler``.
+#: The seconds of a period. Its start is the base of all times in a file, as in ``torch.profiler``.
 _BASE_SECONDS = 7_889_238
 
 #: The name of the base in a file, in nanoseconds since 1970.
@@ -32,7 +33,7 @@ _MAX_NUMBER = 1e300
 #: The pairs of readings of the two clocks.
 _PAIRS = 5
 
-#: What a file says about its writer.
+#: The facts that a file has about its writer.
 _WRITER = "rankless"
 
 
@@ -120,7 +121,7 @@ def merge_files(files: Mapping[str, bytes]) -> bytes:
 
 
 def _describe(recording: Recording, process: TracedProcess) -> Iterator[dict[str, Any]]:
-    """Yield the events that name the process and its threads."""
+    """Yield the events that name the process and its threads. For example, ``rank 3 (node-1, pid 42)``."""
     name = f"rank {process.rank} ({process.host}, pid {process.pid})"
     yield _metadata(process, 0, "process_name", name=name)
     yield _metadata(process, 0, "process_sort_index", sort_index=process.rank)
@@ -188,7 +189,7 @@ def _is_own(trace: Mapping[str, Any]) -> bool:
 
 
 def _renumber(pids: set[Any], taken: set[Any]) -> dict[Any, int]:
-    """Return new numbers for those processes whose number is taken, and take the numbers of all."""
+    """Return new numbers for the processes if their number is taken, and take the numbers of all."""
     collisions = sorted(pid for pid in pids & taken if isinstance(pid, int))
     numbers = itertools.count(max((pid for pid in pids | taken if isinstance(pid, int)), default=0) + 1)
     renumbered = dict(zip(collisions, numbers, strict=False))

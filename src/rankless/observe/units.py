@@ -42,7 +42,7 @@ def format_count(n: int, noun: str) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Format seconds since 1970 as local date and time."""
+    """Format seconds since 1970 as local date and time. For example, ``2026-11-27 11:40``."""
     try:
         return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
     except (OverflowError, ValueError, OSError):  # a manifest may contain any number

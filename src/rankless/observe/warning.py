@@ -12,7 +12,7 @@ import warnings
 
 _PACKAGE = __name__.partition(".")[0]
 
-#: The packages whose frames are not the caller's: ``contextlib`` is between those of rankless.
+#: The packages with frames that are not the caller's: ``contextlib`` is between frames of rankless.
 _INNER = frozenset({_PACKAGE, "contextlib"})
 
 _log = logging.getLogger(_PACKAGE)
@@ -29,7 +29,7 @@ def warn_caller(message: str) -> None:
 def warn_or_log(message: str) -> None:
     """Issue a warning as :func:`warn_caller` does. If warnings are errors, log it instead.
 
-    For what one rank does alone after the last vote: if it raised, the others would wait for it in the next one.
+    For work that one rank does alone after the last vote: if it raised, the others would wait for it in the next one.
     """
     try:
         warn_caller(message)

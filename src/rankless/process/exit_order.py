@@ -19,7 +19,7 @@ class ExitStage(IntEnum):
 
     #: Saves in flight are written and committed.
     SAVES = 30
-    #: Statistics of what was saved are computed, or abandoned.
+    #: Statistics of saved checkpoints are computed, or abandoned.
     STATISTICS = 25
     #: Background threads that communicate with other ranks stop.
     WATCHERS = 20

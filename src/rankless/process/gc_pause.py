@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 
 class _Pauses:
-    """The pauses of this process. Those of several threads may overlap."""
+    """The pauses of this process. Pauses of several threads may overlap."""
 
     def __init__(self) -> None:
         self._lock, self._count, self._was_enabled = threading.Lock(), 0, False

@@ -61,7 +61,7 @@ class MainThread:
 
 
 def describe_position() -> str:
-    """Describe the line of code that the main thread executes."""
+    """Describe the line of code that the main thread executes. For example, ``train.py:12, main``."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - documented
     if frame is None:
         return "an unknown place"

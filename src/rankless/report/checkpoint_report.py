@@ -1,4 +1,4 @@
-"""The data of the report of one checkpoint, and what all reports of checkpoints have in common.
+"""The data of the report of one checkpoint, and the data that all reports of checkpoints have in common.
 
 ``rankless report`` calls it, and so do :mod:`rankless.report.run_report` and :mod:`rankless.report.weights_report`, in
 one process. The scripts of the page read the keys.
@@ -64,7 +64,7 @@ def describe_checkpoint(path: Path, options: ReportOptions) -> dict[str, Any]:
 def describe_page(
     kind: str, path: Path, inspected: InspectedCheckpoint, findings: Sequence[Finding], options: ReportOptions
 ) -> dict[str, Any]:
-    """Return what every page has: of which checkpoint it is, and what was found."""
+    """Return the data that every page has: its checkpoint, and the findings."""
     manifest = inspected.manifest
     return {
         "kind": kind,
@@ -81,7 +81,7 @@ def describe_page(
 
 
 def describe_tensors(inspected: InspectedCheckpoint, before: CheckpointInfo | None, history: History) -> dict[str, Any]:
-    """Return the table of tensors: what they share with the checkpoint before, and the statistics, if there are any."""
+    """Return the table of tensors: their sharing with the checkpoint before, and the statistics, if there are any."""
     tensors = list_tensors(inspected)
     sharing = "" if before is None else _compare_with(tensors, inspected, before)
     return {
@@ -93,7 +93,7 @@ def describe_tensors(inspected: InspectedCheckpoint, before: CheckpointInfo | No
 
 
 def _compare_with(tensors: Sequence[NamedTensor], inspected: InspectedCheckpoint, before: CheckpointInfo) -> str:
-    """Compare tensors with those of the checkpoint before; the result is empty if that cannot be read now."""
+    """Compare tensors with the checkpoint before; the result is empty if that cannot be read now."""
     try:
         return mark_shared(tensors, inspected.reader, inspect_exact_path(before.path).reader)
     except RanklessError:

@@ -24,7 +24,7 @@ _BASE = len(DIGITS)
 
 
 class FrontCodedNames(TypedDict):
-    """Names as the number of components that each shares with the one before, and the number of what follows."""
+    """Names as the number of components that each shares with the one before, and the number of its further text."""
 
     shared: list[int]
     endings: list[str]
@@ -32,7 +32,10 @@ class FrontCodedNames(TypedDict):
 
 
 def front_code(names: Sequence[str]) -> FrontCodedNames:
-    """Compact sorted names, whose components are separated by dots."""
+    """Compact sorted names with dots between their components.
+
+    For example, ``a.b`` after ``a.a`` shares one component, and has the ending ``b``.
+    """
     split = [name.split(".") for name in names]
     shared = [0] * bool(split) + [_count_shared(*pair) for pair in pairwise(split)]
     texts = [".".join(parts[number:]) for parts, number in zip(split, shared, strict=True)]
@@ -47,7 +50,7 @@ def _count_shared(before: Sequence[str], parts: Sequence[str]) -> int:
 
 
 def round_number(value: float | None) -> float | None:
-    """Round to four digits; ``None`` if there is no finite number."""
+    """Round to four digits; ``None`` if there is no finite number. For example, 1234.56 becomes 1235.0."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
 
 
@@ -66,7 +69,10 @@ class LogScale:
 
 
 def encode_levels(numbers: Sequence[float | None], low: float, high: float) -> str:
-    """Return one digit for each number: its place between ``low`` and ``high``."""
+    """Return one digit for each number: its place between ``low`` and ``high``.
+
+    For example, ``low`` itself gets the first digit.
+    """
     return "".join(
         ABSENT
         if number is None or not math.isfinite(number)

@@ -1,4 +1,4 @@
-"""The data of the report of what differs between two checkpoints.
+"""The data of the report on the differences between two checkpoints.
 
 ``rankless report A B`` calls it. The scripts of the page read the keys. A change here needs the same change there.
 """

@@ -1,4 +1,4 @@
-"""The first lines of a report: whether the run is healthy, and if not, what is wrong.
+"""The first lines of a report: whether the run is healthy, and if not, the problems.
 
 :mod:`rankless.report.run_report` calls it.
 """
@@ -18,7 +18,7 @@ from rankless.run.run_store import StaleDirectory
 #: A finding: ``"bad"`` needs somebody's attention, ``"note"`` is good to know.
 Finding = tuple[Literal["bad", "note"], str]
 
-#: A tensor whose norm became so many times as large since the checkpoint before has probably diverged.
+#: A tensor has probably diverged if its norm became so many times as large since the checkpoint before.
 _JUMP = 10.0
 
 
@@ -35,7 +35,7 @@ def judge_saves(journal: Sequence[JournalEntry]) -> list[Finding]:
 
 
 def judge_checkpoints(checkpoints: Sequence[CheckpointInfo], leftovers: Sequence[StaleDirectory]) -> list[Finding]:
-    """Return findings about checkpoints that cannot be read, and what interrupted saves have left."""
+    """Return findings about checkpoints that cannot be read, and about leftovers of interrupted saves."""
     findings: list[Finding] = [
         ("bad", f"{info.tag} is {info.status}: {info.problem}") for info in checkpoints if info.status != "complete"
     ]

@@ -25,7 +25,7 @@ _SCRIPTS = ("format.js", "data.js", "summary.js", "timeline.js", "treemap.js", "
 #: The files of others by their names, in their order. Their licences ask to be in each copy.
 _VENDORED = {"uPlot": "uPlot.iife.min.js", "d3-hierarchy": "d3-hierarchy.min.js"}
 
-#: What JSON may contain but an element with a script must not.
+#: Characters that JSON may contain but an element with a script must not.
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
@@ -48,7 +48,7 @@ def render_page(title: str, data: Mapping[str, Any]) -> bytes:
         "DATA": encode_data(data),
         "SCRIPT": script,
     }
-    # Split, not replaced: data may contain what looks like a mark.
+    # Split, not replaced: data may contain text that looks like a mark.
     pieces = _read_asset("page.html").split("@@")
     return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces)).encode()
 

@@ -71,9 +71,9 @@ def _encode_norms(row: Sequence[TensorStatistics | None], scale: LogScale) -> st
 
 
 def _encode_histogram(each: TensorStatistics | None) -> str:
-    """Return the level of each bar, those of negative numbers first, and the highest power of two before them.
+    """Return the level of each bar, bars of negative numbers first, and the highest power of two before them.
 
-    The bar in the middle is that of zeros. What is too small for a bar is in the one next to it.
+    The bar in the middle is for zeros. Numbers that are too small for a bar are in the one next to it.
     """
     if each is None or not each.finite:
         return ""
@@ -85,6 +85,6 @@ def _encode_histogram(each: TensorStatistics | None) -> str:
 
 
 def _sum_bars(buckets: Sequence[int], top: int) -> list[int]:
-    """Return the bars of one sign, from the smallest magnitudes to those of the bucket ``top``."""
+    """Return the bars of one sign, from the smallest magnitudes to the magnitudes of the bucket ``top``."""
     starts = [top + 1 - _POWERS * (_BARS - bar) for bar in range(_BARS)]
     return [sum(buckets[max(0, start) if bar else 0 : max(0, start + _POWERS)]) for bar, start in enumerate(starts)]

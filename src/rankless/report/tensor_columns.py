@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as columns: names, dtypes, shapes, kinds, and what has changed since the one before.
+"""The tensors of a checkpoint as columns: names, dtypes, shapes, kinds, and the changes since the one before.
 
 Both kinds of reports call it. The scripts of the page read the columns.
 """
@@ -19,7 +19,7 @@ from rankless.report.compaction import front_code
 from rankless.storage.links_and_clones import FileIdentity, identify_file
 from rankless.storage.store import store_of
 
-#: What is known about a tensor in comparison with the checkpoint before, as one letter each.
+#: The result of the comparison of a tensor with the checkpoint before, as one letter each.
 UNKNOWN, CHANGED, UNCHANGED, SHARED = "?", "c", "u", "s"
 
 
@@ -50,7 +50,10 @@ class NamedTensor:
 
     @property
     def parameter(self) -> str:
-        """The shown name of the parameter that the tensor is, or is the state of."""
+        """The shown name of the parameter that the tensor is, or is the state of.
+
+        For example, ``0.weight`` for the state ``0.weight/exp_avg``.
+        """
         return self.name.rpartition("/")[0] if self.group.startswith("optimizer") else self.shown_name
 
 
@@ -110,7 +113,7 @@ def _mark_trained(tensors: Sequence[NamedTensor]) -> str:
 
 
 def mark_shared(tensors: Sequence[NamedTensor], reader: Reader, before: Reader) -> str:
-    """Return one letter for each tensor, by a comparison of its checksums, and of its file, with those of ``before``.
+    """Return one letter for each tensor, by a comparison of its checksums, and of its file, with ``before``.
 
     Tensors in a file that both checkpoints have are shared; their bytes are on the disk once.
     """
@@ -133,7 +136,7 @@ def _mark_tensor(tensor: NamedTensor, reader: Reader, before: Reader, identities
 
 
 class _FileIdentities:
-    """The identities of files, each of which is asked for once. Objects have none: they are never shared."""
+    """The identities of files. Each is asked for once. Objects have none: they are never shared."""
 
     def __init__(self) -> None:
         self._known: dict[Path, FileIdentity | None] = {}

@@ -27,8 +27,8 @@ _NO_HISTORY = Entry()
 class Timeline:
     """Entries in the order of time.
 
-    ``omitted`` of all are left out; ``is_journalled``: the run has a journal. ``rollbacks`` are the incarnations with
-    which a run went back, by their times. ``history`` says which saves are abandoned.
+    ``omitted`` of all are left out; ``is_journalled``: the run has a journal. ``rollbacks`` are the incarnations that a
+    run went back with, by their times. ``history`` says which saves are abandoned.
     """
 
     entries: Sequence[JournalEntry]

@@ -4,7 +4,7 @@ The old checkpoint ``step_20`` of incarnation 3 becomes ``step_20@3``. It stays 
 policy removes it. Rank 0 gives it the new name when it publishes the new checkpoint.
 
 :class:`~rankless.run.pending_dir.PendingDirectory` and :mod:`rankless.save.object_publication` call it in the commit,
-in the vote on the writing. After the rename it looks at what it has renamed, and gives that back if it is another
+in the vote on the writing. After the rename it looks at the renamed directory, and gives that back if it is another
 checkpoint: another job may have taken the tag in between.
 """
 

@@ -88,8 +88,9 @@ def read_added_metrics(run: Path, files: Collection[MetricFile]) -> dict[str, _B
 def select_metrics(added: _ByTag, is_called: Callable[[str], bool]) -> dict[str, float | None]:
     """Return the metrics of one checkpoint: also those that it got under an earlier name.
 
-    ``added`` are those of all checkpoints with its id: copies have it, too. ``is_called`` returns whether this one has,
-    or had, a name. An abandoned checkpoint has got a longer name: what was added under that one is newer.
+    ``added`` are the metrics that were added to any checkpoint with its id: copies have it, too. ``is_called`` returns
+    whether this one has, or had, a name. An abandoned checkpoint has got a longer name: metrics that were added under
+    it are newer. For example, a metric of ``step_10@1`` counts more than the same one of ``step_10``.
     """
     return {name: value for tag in sorted(filter(is_called, added), key=len) for name, value in added[tag].items()}
 

@@ -4,7 +4,7 @@ An alias is a hidden file ``.NAME.alias`` in the run directory with the tag and 
 the format: a run directory without it is complete. Retention does not remove a checkpoint that has an alias.
 
 ``rankless.set_alias`` and ``rankless alias`` write them, in any process. Retention asks :func:`has_alias` on rank 0
-before it removes anything, so what cannot be read must stay an error there. Names and contents are on disks.
+before it removes anything, so an alias that cannot be read must stay an error there. Names and contents are on disks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def delete_alias(path: Path, name: str) -> None:
 
 
 def read_alias(path: Path, name: str) -> Alias | None:
-    """Return what an alias means, or ``None`` if there is none of this name. Raises ``CorruptCheckpointError``."""
+    """Return an alias with its meaning, or ``None`` if no alias has this name. Raises ``CorruptCheckpointError``."""
     file = _alias_path(path, name)
     try:
         store_of(file).check_regular(file, within=(path,))
@@ -67,7 +67,7 @@ def list_aliases(path: Path) -> dict[str, Alias]:
     """Return the aliases in a run directory that can be read, by name."""
     aliases = {}
     for name in _alias_names(store_of(path).list_names(path)):
-        with suppress(RanklessError):  # a load by this name says what is wrong
+        with suppress(RanklessError):  # a load by this name explains the problem
             if (alias := read_alias(path, name)) is not None:
                 aliases[name] = alias
     return aliases

@@ -84,7 +84,7 @@ def find_checkpoint(path: Path, tag: str) -> Path:
 class CheckpointIdentity(msgspec.Struct, frozen=True):
     """The identity of a checkpoint: its sequence number, the ids of its run and its own, and its incarnation.
 
-    ``edits`` are those by which its training came about.
+    ``edits`` are the edits that its training began with.
     """
 
     sequence: int
@@ -117,13 +117,14 @@ def next_identity(path: Path, job: JobHistory, step: float | None) -> Checkpoint
         warn_of_lost_history(path, claimed)
     sequence = max(history.next_sequence(found, claimed.run), job.sequence + 1, job.numbering.highest + 1)
     if job.groups and step is not None and math.isfinite(step) and claimed.run in history.runs:
-        # Several groups may save at a time, and none sees what another one has begun: their steps order what they save.
+        # Several groups may save at a time, and none sees the saves that another one has begun: their steps order their
+        # checkpoints.
         sequence = history.runs[claimed.run].sequence + max(0, int(step))
     return CheckpointIdentity(min(sequence, LARGEST), claimed.run, secrets.token_hex(8), claimed.incarnation, job.edits)
 
 
 def _check_not_behind(path: Path, job: JobHistory, saved: Sequence[CheckpointInfo], step: float) -> None:
-    """Raise ``StateError`` if a replica group that has loaded nothing begins at a step before what others have saved.
+    """Raise ``StateError`` if a replica group that has loaded nothing begins at a step before the others' checkpoints.
 
     Its training has begun anew, under the name of an earlier job.
     """
@@ -136,10 +137,10 @@ def _check_not_behind(path: Path, job: JobHistory, saved: Sequence[CheckpointInf
 
 
 def claim_incarnation(path: Path, job: JobHistory, *, warns: bool = True) -> None:
-    """Claim an incarnation for a job that has just loaded what it continues, on rank 0.
+    """Claim an incarnation for a job that has just loaded the checkpoint that it continues, on rank 0.
 
     So an older job that is still alive learns it before the first save. If the claim fails, that save tries again.
-    ``warns``: warn of what is abandoned.
+    ``warns``: warn of the checkpoints that are abandoned.
     """
     if job.claim is None:
         try:

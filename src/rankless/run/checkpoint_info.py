@@ -52,7 +52,7 @@ class CheckpointInfo:
         problem: The reason why the checkpoint cannot be read.
         run: The id of the training run that saved the checkpoint.
         id: The id of the checkpoint.
-        saved_as: The tag under which it was saved. It differs from ``tag`` if the checkpoint was renamed or copied.
+        saved_as: The tag that it was saved with. It differs from ``tag`` if the checkpoint was renamed or copied.
         world_size: The number of ranks that saved it; 0 if that is unknown, as after a conversion.
         incarnation: The number of the job that saved it, among all jobs of the run directory; 0 if that is unknown.
         is_current: Whether the run goes on from it or from a later one. It is abandoned if the run went back to an
@@ -100,7 +100,7 @@ class CheckpointInfo:
 
     @classmethod
     def decode(cls, path: Path, raw: bytes) -> CheckpointInfo:
-        """Decode what :meth:`encode` has encoded on another rank."""
+        """Decode bytes that :meth:`encode` has returned on another rank."""
         return cls(path=path, **msgspec.msgpack.decode(raw))
 
     @property
@@ -170,8 +170,8 @@ def displaced_checkpoints(names: Collection[str]) -> Iterator[HiddenName]:
     """Yield the hidden names of checkpoints that were displaced by a replace which was interrupted.
 
     ``names`` are all names in the run directory. A displaced checkpoint still counts as the checkpoint of its tag,
-    because the new one, whose pending directory exists, has not got the name yet. This state exists only on file
-    systems that cannot exchange two names, and lasts only if the save died in it.
+    because the new one has a pending directory, but has not got the name yet. This state exists only on file systems
+    that cannot exchange two names, and lasts only if the save died in it.
     """
     for name in names:
         hidden = parse_hidden_name(name)
@@ -205,8 +205,8 @@ def read_info_strictly(folder: Path, tag: str) -> CheckpointInfo | None:
 def _is_other_directory(folder: Path) -> bool:
     """Return whether there is a directory that is no checkpoint.
 
-    A client of a network file system may take the name for a checkpoint that was replaced, and of which not all is
-    left. Then it asks again.
+    A client of a network file system may take the name for a checkpoint that was replaced and is partly deleted. Then
+    it asks again.
     """
     store = store_of(folder)
     if store.is_remote:

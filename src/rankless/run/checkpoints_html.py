@@ -13,7 +13,7 @@ from rankless.run.checkpoint_info import CheckpointInfo
 
 
 def describe_checkpoints(infos: Sequence[CheckpointInfo]) -> str:
-    """Return HTML with a row for each checkpoint, and what is wrong with those that cannot be read."""
+    """Return HTML with a row for each checkpoint, and the problems of those that cannot be read."""
     complete = [info for info in infos if info.status == "complete"]
     titles = ("tag", "step", "saved", "ranks", "size", "status", "metrics")
     latest = complete[-1].id if complete else ""

@@ -1,4 +1,4 @@
-"""The claims of jobs in the history of a run directory, and what one job knows of it.
+"""The claims of jobs in the history of a run directory, and one job's knowledge of it.
 
 Each claim is a small file or object ``.history/N.json``, in the run directory or next to it (see
 :mod:`rankless.run.records_folder`), which no other job can create: an :class:`rankless.run.history.Entry`. It is
@@ -60,7 +60,7 @@ _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 #: The errors of a path that is no file of an entry's size, but a directory, a pipe, a socket or a loop of links.
 _NO_ENTRY = {errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.EFBIG, errno.ELOOP}
 
-#: The most seconds by which the clocks of two hosts may differ.
+#: The most seconds that the clocks of two hosts may differ by.
 _MOST_CLOCK_DIFFERENCE = 300.0
 
 #: The attempts to read an entry that is listed, and the seconds between.
@@ -75,9 +75,9 @@ class LoadedBase(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint that a job has loaded, of a run directory or by its own path.
 
     ``newest`` is the highest sequence number of the current checkpoints of its run then, or ``None`` if the caller has
-    named the checkpoint. ``seen`` is the newest incarnation of the run then. ``token`` is that of the job: rank 0's,
+    named the checkpoint. ``seen`` is the newest incarnation of the run then. ``token`` is the job's token: rank 0's,
     which has selected the checkpoint. ``resumes``: the training goes on from it. Without an ``id`` the job begins the
-    run anew: all earlier checkpoints of the run are abandoned. ``edits`` are those by which it came about.
+    run anew: all earlier checkpoints of the run are abandoned. ``edits`` are the edits that have made it.
     """
 
     id: str
@@ -93,7 +93,7 @@ class LoadedBase(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, saved: KnownCheckpoint, tag: str, newest: int | None, token: str, seen: int = 0) -> LoadedBase:
-        """Return what a job has loaded."""
+        """Return the base for a checkpoint that a job has loaded."""
         return cls(
             id=saved.id,
             run=saved.run,
@@ -117,7 +117,7 @@ class Numbering:
     """The highest sequence number that this process has given to a checkpoint in a local tier of a run directory.
 
     Processes that are forked from it share the number: they save as a part of its job, and no list of a directory in
-    memory shows what another one has saved if that was removed.
+    memory shows a checkpoint that another one has saved if that was removed.
     """
 
     def __init__(self) -> None:
@@ -151,13 +151,13 @@ class JobHistory(msgspec.Struct):
         claim: The incarnation that it has claimed.
         runs: The runs that it has saved or loaded, in any directory: in a copy of that it continues them, too.
         sequence: The highest sequence number that it has saved or loaded here.
-        point: The incarnation and the sequence number of the checkpoint from which its state goes on.
+        point: The incarnation and the sequence number of the checkpoint that its state goes on from.
         newest: The id and the tag of that checkpoint.
         numbering: The numbers of its process in local tiers, which no list shows.
         command: The command that claims without a job; else empty.
-        tier: The folder of the local tier with which it claims; else empty.
-        groups: The name of the job whose replica groups hold the same state, and any of which may save; else empty.
-        edits: The edits by which its state came about: its checkpoints name them.
+        tier: The folder of the local tier that it claims with; else empty.
+        groups: The name of the job, if its replica groups hold the same state and any of them may save; else empty.
+        edits: The edits that have made its state: its checkpoints name them.
         began: When this process began to look at the run directory, in seconds since 1970.
     """
 
@@ -176,7 +176,7 @@ class JobHistory(msgspec.Struct):
     began: float = msgspec.field(default_factory=time.time)
 
     def note_loaded(self, base: LoadedBase, *, resumes: bool) -> None:
-        """Note what was loaded. If the training goes on from it, the next save continues it.
+        """Note the loaded checkpoint. If the training goes on from it, the next save continues it.
 
         Other loads, such as for an evaluation, change nothing for a job that saves already.
         """
@@ -217,8 +217,8 @@ def read_history(run: Path) -> Entry:
 
     An entry that is corrupt is passed over, with a warning. Raises ``StorageError`` if it cannot be read now.
 
-    Called on rank 0 in votes, and by commands. What cannot be read now must be an error: without the entry an abandoned
-    checkpoint would be the latest.
+    Called on rank 0 in votes, and by commands. An entry that cannot be read now must be an error: without the entry an
+    abandoned checkpoint would be the latest.
     """
     return read_newest(run)[0]
 
@@ -258,7 +258,10 @@ def _read_newest(folder: Path) -> tuple[Entry, int]:
 
 
 def _list_entries(folder: Path) -> dict[int, str]:
-    """Return the numbers of all entries, in an object store with their versions."""
+    """Return the numbers of all entries, in an object store with their versions.
+
+    For example, ``00000003.json`` has the number 3.
+    """
     etags = store_of(folder).list_entries(folder)
     stems = {name.removesuffix(_SUFFIX): etag for name, etag in etags.items() if name.endswith(_SUFFIX)}
     return {int(stem): etag for stem, etag in stems.items() if _STEM.fullmatch(stem)}
@@ -267,7 +270,7 @@ def _list_entries(folder: Path) -> dict[int, str]:
 #: The entries that were read from object stores, by path and version.
 _entries: dict[tuple[Path, str], Entry] = {}
 
-#: The corrupt entries of which this process has warned.
+#: The corrupt entries that this process has warned of.
 _passed_over: set[Path] = set()
 
 
@@ -329,8 +332,8 @@ def read_entries(run: Path, wanted: Collection[int] = ()) -> ShownHistory:
     """Return the entries of the history of a run directory, to show them.
 
     Their number is bounded: the newest entry comes first, then the entries with the numbers ``wanted``, then all others
-    from the newest to the oldest. What cannot be read is counted, and raises nothing. A branch that a newer entry has
-    is left out of the older ones.
+    from the newest to the oldest. Entries that cannot be read are counted, and raise nothing. A branch that a newer
+    entry has is left out of the older ones.
     """
     folder = _folder_of(run)
     listed = _list_entries(folder)
@@ -396,7 +399,7 @@ def add_entry(run: Path, make: Callable[[Entry, int], E], seen: tuple[Entry, int
 
 
 def remove_drafts(run: Path, seconds: float) -> None:
-    """Remove what jobs that were killed while they claimed have left in a folder, if it is older than ``seconds``.
+    """Remove files older than ``seconds`` in a folder that were left by jobs which were killed while they claimed.
 
     A job that is only stopped there gets an error when it goes on.
     """
@@ -508,8 +511,9 @@ def claim(
 def _find_own_claim(run: Path, job: JobHistory, newest: Entry) -> tuple[Claim, str] | None:
     """Return the incarnation that other ranks of the job have claimed, and the token of their entry.
 
-    A sub-group has continued the same checkpoint. A replica group has continued what leads to that, or, if this one has
-    loaded nothing, has begun the run. A group that has named its checkpoint goes back to it, unless another group has.
+    A sub-group has continued the same checkpoint. A replica group has continued a checkpoint that leads to it, or, if
+    this one has loaded nothing, has begun the run. A group that has named its checkpoint goes back to it, unless
+    another group has.
     """
     base = job.base
     runs = sorted(newest.runs, key=lambda name: -newest.runs[name].incarnation) if job.groups else []
@@ -538,7 +542,7 @@ def _warn_of_rollback(run: Path, tag: str, abandoned: Sequence[KnownCheckpoint],
 
 
 def _warn_of_unread_tier(run: Path, base: LoadedBase, before: Entry) -> None:
-    """Warn a job without a local tier if the job before it had one: what only that has would be passed over."""
+    """Warn a job without a local tier if the job before it had one: checkpoints only there would be passed over."""
     branch = before.runs.get(base.run)
     if branch is None or _has_claimed(run, Claim(base.run, branch.incarnation)):
         return
@@ -588,7 +592,7 @@ def _line_of(run: Path, base: LoadedBase) -> tuple[tuple[int, int], ...]:
 
 
 def _find_base(job: JobHistory, newest: Entry, found: Sequence[FoundCheckpoint]) -> LoadedBase | None:
-    """Return what the job continues: what it has loaded here, or the newest checkpoint of a run that it has loaded."""
+    """Return the base of a job: the checkpoint that it loaded here, or the newest one of a run that it has loaded."""
     if job.base is not None:
         return job.base
     continued = [saved for saved in found if saved.run in job.runs and newest.is_current(saved)]
@@ -598,8 +602,8 @@ def _find_base(job: JobHistory, newest: Entry, found: Sequence[FoundCheckpoint])
 def check_not_superseded(run: Path, newest: Entry, job: JobHistory) -> None:
     """Raise ``SupersededError`` if another job has continued the run of a job.
 
-    If another object of this process has, and has not abandoned what this one goes on from, the job goes on with its
-    incarnation.
+    If another object of this process has, and has not abandoned the checkpoint that this one goes on from, the job goes
+    on with its incarnation.
 
     A save calls it on rank 0 in the vote on the preparation, and in its first vote if the tag is taken; an output in an
     object store calls it again around the publication.
@@ -626,7 +630,7 @@ def check_not_superseded(run: Path, newest: Entry, job: JobHistory) -> None:
 
 
 def _is_overwritten(run: Path, newest: Entry, claimed: Claim, groups: str) -> bool:
-    """Return whether the entry of a job's claim is that of another job now, which has claimed at the same moment.
+    """Return whether the entry of a job's claim belongs to another job now, which has claimed at the same moment.
 
     A store that ignores conditions lets both write it. Another one of its replica ``groups`` is the same job.
     """
@@ -642,5 +646,8 @@ def _describe_superseded(what: str, newest: Entry, claimed: Claim) -> str:
 
 
 def _name_claimant(job: Job) -> str:
-    """Return which process has claimed an incarnation, and by which command, to end a message with it."""
+    """Return which process has claimed an incarnation, and by which command, to end a message with it.
+
+    For example, ``(process 42 on node-1)``.
+    """
     return f"{f' by `{job.command}`' if job.command else ''} (process {job.pid} on {job.host})"

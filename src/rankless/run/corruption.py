@@ -2,8 +2,8 @@
 
 No save removes them: ``rankless prune --leftovers`` does. In an object store, a checkpoint without a pointer is hidden.
 
-:mod:`rankless.load.selection` records on rank 0 what a load found corrupt, and all ranks get the records with its
-decision. The next saves of the process pass them on, and :mod:`rankless.save.folder_output` and
+:mod:`rankless.load.selection` records on rank 0 the checkpoints that a load found corrupt, and all ranks get the
+records with its decision. The next saves of the process pass them on, and :mod:`rankless.save.folder_output` and
 :mod:`rankless.save.object_publication` use them on rank 0, in the commit and after it. A checkpoint that has changed
 since the record must keep its name.
 """

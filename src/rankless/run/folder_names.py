@@ -25,12 +25,15 @@ _SHORT_BYTES, _MOST_TAGS = 180, 1000
 
 
 def checkpoint_folder(run: RunPath, tag: str, folder_id: str) -> RunPath:
-    """Return the prefix of the keys of a checkpoint."""
+    """Return the prefix of the keys of a checkpoint.
+
+    For example, ``run/step_10.0123456789abcdef`` for the tag ``step_10``.
+    """
     return run / f"{tag}.{folder_id}"
 
 
 def is_saved_folder(name: str) -> bool:
-    """Return whether a prefix in a run has a name as saves give them."""
+    """Return whether a prefix in a run has a name as saves give them. For example, ``step_10.0123456789abcdef``."""
     return not name.startswith(".") and FOLDER.fullmatch(name) is not None
 
 
@@ -40,18 +43,27 @@ def is_copied_folder(name: str) -> bool:
 
 
 def tag_of_folder(name: str) -> str:
-    """Return the tag of a checkpoint in a run from the name of its prefix."""
+    """Return the tag of a checkpoint in a run from the name of its prefix.
+
+    For example, ``step_10`` for ``step_10.0123456789abcdef``.
+    """
     match = FOLDER.fullmatch(name)
     return match["tag"] if match else name
 
 
 def abandoned_prefix(tag: str) -> str:
-    """Return the beginning of the tags that an abandoned checkpoint ``tag`` may get."""
+    """Return the beginning of the tags that an abandoned checkpoint ``tag`` may get.
+
+    For example, ``step_10@`` for ``step_10``.
+    """
     return tag.encode()[:_SHORT_BYTES].decode(errors="ignore") + "@"
 
 
 def abandoned_tags(tag: str, incarnation: int) -> Iterator[str]:
-    """Yield the tags that an abandoned checkpoint ``tag`` of an incarnation may get, in the order of preference."""
+    """Yield the tags that an abandoned checkpoint ``tag`` of an incarnation may get, in the order of preference.
+
+    For example, ``step_10@3``, then ``step_10@3.2``.
+    """
     first = f"{abandoned_prefix(tag)}{incarnation}"
     yield first
     yield from (f"{first}.{number}" for number in range(2, _MOST_TAGS))
@@ -64,9 +76,9 @@ def is_abandoned_tag(name: str, tag: str, incarnation: int) -> bool:
 
 
 def is_called(name: str, tag: str, saved_as: str, incarnation: int) -> bool:
-    """Return whether a checkpoint ``tag`` has, or had, a name: what was given to it by that name stays its own.
+    """Return whether a checkpoint ``tag`` has, or had, a name: things given to it by that name stay its own.
 
     It was saved as ``saved_as``, and may have got another tag since it is abandoned. A copy by the user has only its
-    own name.
+    own name. For example, a checkpoint with the tag ``step_10@3`` was called ``step_10`` before.
     """
     return name == tag or all(one == saved_as or is_abandoned_tag(one, saved_as, incarnation) for one in (name, tag))

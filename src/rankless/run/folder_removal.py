@@ -1,9 +1,9 @@
-"""Removal in a run directory on a file system: of what dead saves have left, and of checkpoints.
+"""Removal in a run directory on a file system: of leftovers of dead saves, and of checkpoints.
 
 A checkpoint is renamed to a hidden name before it is deleted, so that a partly deleted directory never looks complete.
 
 :class:`rankless.run.folder_run_store.FolderRunStore` calls it, on rank 0 of saves and in commands. The order of a
-removal must stay: take the lock, look for pins and aliases, rename, look at what was renamed, delete.
+removal must stay: take the lock, look for pins and aliases, rename, look at the renamed directory, delete.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def remove_dead_directories(path: Path, run: str | None, tag: str | None) -> lis
 
 
 def clean_up_first_saves(path: Path, tag: str) -> list[Path]:
-    """Remove what dead saves of runs without a checkpoint have left. Return the removed paths.
+    """Remove leftovers of dead saves of runs without a checkpoint. Return the removed paths.
 
-    No process continues such a run; each of its saves may have been replaced since. Remove what belongs to ``tag``,
-    with which the job was restarted, and what has not changed for ten minutes. Of ``tag``, also remove what dead saves
-    of other runs have replaced.
+    No process continues such a run; each of its saves may have been replaced since. Remove leftovers of ``tag``, which
+    the restarted job saves, and leftovers that have not changed for ten minutes. Of ``tag``, also remove checkpoints
+    that dead saves of other runs have replaced.
     """
     left = [hidden for hidden in _list_hidden(path) if hidden.state in {"partial", "replaced", "removed"}]
     if not left:
@@ -133,7 +133,7 @@ def _remove_if_dead(path: Path, hidden: HiddenName, seconds: float = 0.0) -> boo
         if is_waiting or is_displaced or not lock.has_dead_owner(folder, seconds):
             return False
         removal_path = path / hidden.with_state("removed").name
-        if folder != removal_path:  # an owner that lives against all evidence cannot publish what is left of it
+        if folder != removal_path:  # an owner that lives against all evidence cannot publish the rest of it
             remove_tree(removal_path)
             rename_path(folder, removal_path)
         remove_tree(removal_path)
@@ -161,7 +161,7 @@ def delete_unprotected(info: CheckpointInfo) -> bool:
 def _lock_removal(parent: Path, name: HiddenName) -> AbstractContextManager[object]:
     """Take a lock, if possible: no other process removes files, or pins the checkpoint, as long as it is held.
 
-    Without space for the lock file the removal goes on: it is what makes space.
+    Without space for the lock file the removal goes on: it makes space.
     """
     try:
         return closing(acquire_lock(parent, name))
@@ -194,7 +194,7 @@ def _delete_checkpoint(info: CheckpointInfo, hidden: Path) -> bool:
 
 
 def give_back(hidden: Path, path: Path) -> None:
-    """Undo the rename of what took the name after a check. If the name is taken again, give it one next to that.
+    """Undo the rename of a path that took the name after a check. If the name is taken again, use one next to it.
 
     It may be anybody's, so it is not removed, and does not stay hidden: hidden directories are cleaned up.
     """

@@ -135,7 +135,7 @@ class FolderRunStore(msgspec.Struct, frozen=True):
         return removed
 
     def find_state(self, tag: str, checkpoint_id: str) -> str:
-        """See :class:`RunStore`. It is that of all its files, which somebody may repair."""
+        """See :class:`RunStore`. It is the state of all its files, which somebody may repair."""
         del checkpoint_id
         return posix.tree_state(self.run / tag)
 
@@ -191,7 +191,7 @@ class FolderRunStore(msgspec.Struct, frozen=True):
         return [line for name in (OLDER_JOURNAL, JOURNAL) for line in read_lines(folder / name, 2 * MAX_BYTES)]
 
     def check_output_name(self, name: str) -> None:
-        """See :class:`RunStore`. Saves hide what is not complete."""
+        """See :class:`RunStore`. Saves hide incomplete checkpoints."""
         del name
 
 

@@ -2,8 +2,10 @@
 
 A job that trains claims an *incarnation*: a number that no other job of the directory has. It says which checkpoint it
 continues, its *base*. So the history knows the *line* of each run: the earlier incarnations, each up to the sequence
-number from which the next one went on. A checkpoint is *current* if it is of the newest incarnation of its run, or in
+number that the next one went on from. A checkpoint is *current* if it is of the newest incarnation of its run, or in
 its line. All others are *abandoned*: a rollback left them, or a job saved them after another one had continued the run.
+For example, a run has ``step_10`` to ``step_30``, and a second job resumes ``step_20`` and saves ``step_25``. Then
+``step_30`` is abandoned.
 
 This module is pure. :mod:`rankless.run.claims` stores one :class:`Entry` for each claim; the newest has the whole
 history, so a reader needs only that one. Ancestry never follows checkpoints, because retention removes them.
@@ -86,8 +88,8 @@ class Branch(msgspec.Struct, frozen=True, omit_defaults=True):
     """The knowledge of the history about one run.
 
     ``incarnation`` is the newest, and ``sequence`` the number that its claim counts as: its first checkpoint gets that
-    at least. ``line`` are the incarnations before it. ``rolled_back_to`` is the id of the checkpoint to which the line
-    went back last, or that a job has named, which may have been the latest one then; or "".
+    number at least. ``line`` are the incarnations before it. ``rolled_back_to`` is the id of the checkpoint that the
+    line went back to last, or that a job has named, which may have been the latest one then; or "".
     """
 
     incarnation: int
@@ -156,7 +158,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
         return branch is not None and branch.incarnation > incarnation
 
     def has_other_branch(self, run: str, branch: Branch) -> bool:
-        """Return whether a branch is newer than that of a run which this entry knows."""
+        """Return whether a branch of a run is newer than the branch that this entry knows of that run."""
         known = self.runs.get(run)
         return known is not None and branch.incarnation > known.incarnation
 
@@ -184,7 +186,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     def next_sequence(self, found: Collection[KnownCheckpoint], run: str = "") -> int:
         """Return the sequence number of the next checkpoint of ``run``: higher than all others in the directory.
 
-        That of its own claim is free.
+        The number of its own claim is free.
         """
         claimed = [branch.sequence + (name != run) for name, branch in self.runs.items()]
         return min(max([*claimed, *(saved.sequence + 1 for saved in found), 1]), LARGEST)
@@ -209,7 +211,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
         newest: int | None = None,
         above: int = 0,
     ) -> Entry:
-        """Return the entry of a job that continues a checkpoint. ``line`` is that of the base: see :meth:`line_to`.
+        """Return the entry of a job that continues a checkpoint. ``line`` is the base's line: see :meth:`line_to`.
 
         ``newest`` is the highest sequence number of the run when the job loaded the base as the latest checkpoint;
         ``None`` if the job has named the base.
@@ -239,10 +241,10 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
         return Entry(branch.incarnation, job, run, self.announced, {**runs, run: branch})
 
     def line_to(self, base: KnownCheckpoint, found: Collection[FoundCheckpoint]) -> Line:
-        """Return the line of what continues a checkpoint that is current.
+        """Return the line of an incarnation that continues a current checkpoint.
 
-        Of incarnations whose entries are lost, it has all older checkpoints, as a reader of manifests alone does, but
-        none of a later step: the run went back to before that.
+        Of incarnations with lost entries, it has all older checkpoints, as a reader of manifests alone does, but none
+        of a later step: the run went back to before that.
         """
         branch = self.runs.get(base.run, Branch(0, 0))
         step = next((saved.step for saved in found if saved.id == base.id), None)

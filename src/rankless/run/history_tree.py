@@ -1,7 +1,8 @@
 """The tree of the incarnations of each run: which one continued which checkpoint, and which one abandoned others.
 
 This module is pure. An entry of the history knows the branch of each run after one claim, so the branches of all
-entries are the tree. Of an incarnation whose entry is lost, the tree has what lines of other branches say, and no job.
+entries are the tree. Of an incarnation with a lost entry, the tree has the facts from lines of other branches, and no
+job.
 
 ``rankless report``, ``rankless show`` and ``rankless ls --tree`` build the trees, each in one process. No save or load
 decides by them.
@@ -31,7 +32,7 @@ class Incarnation(msgspec.Struct, frozen=True, kw_only=True):
     """An incarnation of a run, and its place in the tree.
 
     Attributes:
-        number: Its number; 0 stands for the checkpoints of a run whose incarnation is unknown.
+        number: Its number; 0 stands for the checkpoints of a run that have an unknown incarnation.
         job: The job that claimed it; ``None`` if its entry is lost, or was not read.
         base: The place that it goes on from; ``None`` if there is none, or if it is unknown.
         base_tag: The tag of the checkpoint there; empty if that is removed.
@@ -68,7 +69,7 @@ class RunTree(msgspec.Struct, frozen=True):
     def ancestors_of(self, info: CheckpointInfo) -> list[CheckpointInfo]:
         """Return the checkpoints that led to one of the run, oldest first, and that one as the last.
 
-        Before an incarnation whose base is unknown, all older checkpoints count.
+        Before an incarnation with an unknown base, all older checkpoints count.
         """
         by_number, line = self.by_number, {info.incarnation: info.sequence}
         oldest = by_number[info.incarnation]
@@ -111,7 +112,7 @@ def build_trees(entries: Iterable[Entry], infos: Sequence[CheckpointInfo]) -> li
 
 
 class _Growth:
-    """The knowledge from which the tree of one run is made."""
+    """The knowledge that the tree of one run is made from."""
 
     def __init__(
         self, run: str, jobs: Mapping[int, Job], branches: Mapping[int, Branch], infos: Iterable[CheckpointInfo]
@@ -136,7 +137,7 @@ class _Growth:
         self.tree = RunTree(run, tuple(self._describe(number) for number in sorted(self._bases)), max(self._bases))
 
     def _find_lost_lines(self) -> dict[int, dict[int, int]]:
-        """Return the lines of incarnations whose entries are lost: later lines begin with them.
+        """Return the lines of incarnations with lost entries: later lines begin with them.
 
         Only places in incarnations that have checkpoints are kept: a line may be long.
         """
@@ -161,7 +162,7 @@ class _Growth:
     def _find_base(self, number: int) -> Place | None:
         branch = self._branches.get(number)
         place = self._before.get(number) if branch is None else Place(*branch.line[-1]) if branch.line else None
-        # An entry may be corrupt: the number of what an incarnation continues is lower, so the tree has no circle.
+        # An entry may be corrupt. An incarnation continues only one with a lower number, so the tree has no circle.
         return place if place is not None and 0 <= place.incarnation < number else None
 
     def _find_abandoning(self, info: CheckpointInfo) -> int | None:
@@ -185,7 +186,10 @@ class _Growth:
         )
 
     def _goes_back(self, number: int) -> bool:
-        """Return whether an incarnation abandoned what was there. What a superseded job saved later does not count."""
+        """Return whether an incarnation abandoned checkpoints that were there.
+
+        Checkpoints that a superseded job saved later do not count.
+        """
         branch, before = self._branches.get(number), self._previous.get(number)
         own = min((info.sequence for info in self._saved[number]), default=0)
         claimed = own if branch is None else branch.sequence
@@ -194,7 +198,7 @@ class _Growth:
         place = self._bases[number]
         if branch is None or (place is not None and branch.sequence <= place.sequence + 1):  # nothing was later
             return False
-        # The abandoned checkpoints may be removed. The entry before may be lost, so what is noted may be older.
+        # The abandoned checkpoints may be removed. The entry before may be lost, so the noted one may be older.
         has_noted = before is not None and branch.rolled_back_to not in {"", self._branches[before].rolled_back_to}
         base = self._at.get(place or Place(0, -1))
         return has_noted and (base is None or base.id == branch.rolled_back_to)

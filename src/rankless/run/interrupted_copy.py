@@ -36,10 +36,10 @@ from rankless.storage.store import store_of
 #: The bytes at the beginning of a file that are looked at: in a file of tensors, the key of our checksums is there.
 _START_BYTES = 2**16
 
-#: What begins a file of tensors, after the length of its header.
+#: The first bytes of a file of tensors, after the length of its header.
 _HEADER = b'{"__metadata__":{"'
 
-#: What begins each file of values. What ``save_lr_scheduler`` writes begins in another way.
+#: The first bytes of each file of values. Files of ``save_lr_scheduler`` begin in another way.
 _VALUES = {
     values.SHARED_FILE: tuple(
         b'{"%s' % name for name in (b"model", b"optimizer", b"scheduler", b"stateful", b"user_content")
@@ -53,7 +53,7 @@ _AT_TOP = re.compile(r"(state|ranks)(-\d{5}-of-\d{5})?\.safetensors(\.index\.jso
 #: Files of a model for other libraries.
 _OF_MODEL = frozenset({ADAPTER_CONFIG, CONFIG, GENERATION_CONFIG, HUB_LAYOUT})
 
-#: The name under which ``rsync`` writes a file until it has all of it.
+#: The name of a file that ``rsync`` writes, until it has all of it: for example ``.state.json.a1B2c3``.
 _OF_RSYNC = re.compile(r"\.(?P<name>.+)\.[A-Za-z0-9]{6}")
 
 
@@ -69,7 +69,7 @@ def hide_interrupted_copy(folder: Path, run: str, new_names: Collection[str]) ->
     hidden = folder.parent / HiddenName(folder.name, run, secrets.token_hex(8), "corrupt").name
     try:
         atomic_rename.rename_path(folder, hidden)
-    except StorageError:  # a mount point keeps its name, and so does what belongs to another user
+    except StorageError:  # a mount point keeps its name, and so does another user's folder
         return False
     try:
         is_copy = is_interrupted_copy(hidden, new_names)
@@ -106,8 +106,8 @@ def is_interrupted_copy(folder: Path, new_names: Collection[str] = ()) -> bool:
     """Return whether a folder has only files of a checkpoint, or none, and no manifest, or a part of one.
 
     Some of them must be next to where the manifest would be. ``save_model(model, folder / "model")`` writes the others,
-    too, and what it has written is complete. ``new_names`` are the files of the checkpoint that needs the tag: the
-    copy is one of the same job, and may have any of them. Raises ``StorageError`` if the folder cannot be listed.
+    too, and its files are complete. ``new_names`` are the files of the checkpoint that needs the tag: the copy is one
+    of the same job, and may have any of them. Raises ``StorageError`` if the folder cannot be listed.
     """
     if store_of(folder).is_remote or (is_native(folder) and not _is_cut(folder)):  # mostly so: asked first
         return False
@@ -124,7 +124,8 @@ def is_interrupted_copy(folder: Path, new_names: Collection[str] = ()) -> bool:
 def list_parts_of_checkpoints(run: Path, tags: Collection[str]) -> list[str]:
     """Return the names of folders in a run directory, other than ``tags``, with values of a checkpoint and no manifest.
 
-    For people to look at: nothing is removed because of it. In an object store no tag means such a folder.
+    For example, a folder with ``state.json`` and without ``manifest.json``. For people to look at: nothing is removed
+    because of it. In an object store no tag means such a folder.
     """
     if store_of(run).is_remote:
         return []
@@ -143,7 +144,7 @@ def _is_cut(folder: Path) -> bool:
 
     Its end is its checksum. Any other fault of a manifest may be one of a disk, and the checkpoint is left alone.
     """
-    with suppress(FormatError, NoCheckpointError):  # that of another program, or it was removed meanwhile
+    with suppress(FormatError, NoCheckpointError):  # another program's file, or it was removed meanwhile
         try:
             read_manifest(folder)
         except CorruptCheckpointError:
@@ -178,7 +179,7 @@ def _read_start(file: Path) -> bytes:
 
 
 def _has_our_checksums(start: bytes) -> bool:
-    """Return whether rankless has written a file of tensors, of which the end may be missing, even most of it."""
+    """Return whether rankless has written a file of tensors. Its end may be missing, even most of it."""
     return CRC_KEY.encode() in start or _HEADER.startswith(start[LENGTH_BYTES:])
 
 

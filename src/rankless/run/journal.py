@@ -1,4 +1,4 @@
-"""The journal of a run directory: what happened to its checkpoints, which their manifests do not tell.
+"""The journal of a run directory: the events of its checkpoints, which their manifests do not tell.
 
 Rank 0 of a job appends a line of JSON for each save, each resume and each removal to the hidden file
 ``.journal.jsonl``, in the run directory or next to it (:mod:`rankless.run.records_folder`). One of a mebibyte becomes
@@ -6,9 +6,9 @@ Rank 0 of a job appends a line of JSON for each save, each resume and each remov
 that cannot be read are skipped, and a failure to write one affects nothing. In an object store each entry is an
 object: see :mod:`rankless.run.object_journal`.
 
-Saves, drains and loads append in the thread that reports their events; retention and ``rankless prune`` append what
-they remove. The report, ``rankless top`` and :mod:`rankless.save.cadence` read it. One line is one ``write``, and
-fields keep their names: journals of older versions are read.
+Saves, drains and loads append in the thread that reports their events; retention and ``rankless prune`` append their
+removals. The report, ``rankless top`` and :mod:`rankless.save.cadence` read it. One line is one ``write``, and fields
+keep their names: journals of older versions are read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rankless.observe.warning import warn_caller
 from rankless.process.prepared_types import prepared
 from rankless.run.run_store import run_store_of, tag_of
 
-#: The bytes from which on a journal is replaced by a new one.
+#: A journal of so many bytes is replaced by a new one.
 MAX_BYTES = 2**20
 
 #: The most entries of a journal in an object store.
@@ -54,7 +54,7 @@ Placement = tuple[tuple[str, _Count], ...]
 
 _log = logging.getLogger("rankless")
 
-#: The run directories whose journal could not be written by this process.
+#: The run directories with a journal that this process could not write.
 _failed: set[Path] = set()
 
 
@@ -63,7 +63,7 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """A line of a journal.
 
     Attributes:
-        kind: What happened: a checkpoint was saved, a save failed, a training has continued from a checkpoint, or a
+        kind: The kind of event: a checkpoint was saved, a save failed, a training has continued from a checkpoint, or a
             checkpoint was removed by retention or ``rankless prune``.
         time: When it had happened, in seconds since 1970.
         tag: The tag of the checkpoint.
@@ -149,7 +149,7 @@ def append_entry(run: Path, entry: JournalEntry) -> None:
 
 
 def read_journal(run: Path, count: int = MAX_OBJECTS) -> list[JournalEntry]:
-    """Return the newest entries of the journal of a run, oldest first. What is no entry is skipped.
+    """Return the newest entries of the journal of a run, oldest first. Lines that are no entry are skipped.
 
     In an object store these are at most ``count``, each a request; in a directory, all.
     """

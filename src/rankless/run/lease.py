@@ -1,8 +1,8 @@
 """Leases in an object store, which has no locks: small objects that their holder renews as long as it lives.
 
-A lease is over if its holder has removed it, or has not renewed it for an hour; that of a removal, for which others
-wait, after five minutes. A holder that was stopped for longer has lost its lease. A holder that may not delete writes
-that the lease is over. The time since the renewal is that of the store's clock, so clocks of hosts may differ.
+A lease is over if its holder has removed it, or has not renewed it for an hour. Others wait for a removal, so its lease
+is over after five minutes. A holder that was stopped for longer has lost its lease. A holder that may not delete writes
+that the lease is over. The store's clock measures the time since the renewal, so clocks of hosts may differ.
 
 :mod:`rankless.run.pin` and :mod:`rankless.run.cleanup` hold leases in object stores, in the process that evaluates or
 removes. A thread of that process renews each. All processes must agree on the seconds after which a lease is over.
@@ -26,7 +26,7 @@ from rankless.storage.object_path import ObjectPath
 #: Seconds between two renewals, and seconds without one after which a lease is over.
 _RENEWAL_SECONDS, LEASE_SECONDS = 60.0, 3600.0
 
-#: The same for the lock of a removal, for which others wait.
+#: The same for the lock of a removal: others wait for it.
 LOCK_SECONDS = 300.0
 
 #: The most bytes of a lease.
@@ -45,7 +45,7 @@ _OVER = _Lease(0.0)
 
 @contextmanager
 def held_lease(path: ObjectPath) -> Iterator[None]:
-    """Hold a lease, whose name no other process uses. Raises ``StorageError`` if it cannot be created."""
+    """Hold a lease. No other process may use its name. Raises ``StorageError`` if it cannot be created."""
     owner, ended = os.getpid(), threading.Event()
     thread = threading.Thread(target=_renew_until, args=(path, ended), name="rankless-lease", daemon=True)
     _renew(path)

@@ -57,7 +57,7 @@ def _choose_latest(path: Path, infos: Sequence[CheckpointInfo]) -> CheckpointInf
 
 
 def all_abandoned_error(path: Path, infos: Sequence[CheckpointInfo]) -> NoCheckpointError:
-    """Return the error of a run directory whose current checkpoints are all lost."""
+    """Return the error of a run directory that has lost all its current checkpoints."""
     tags = ", ".join(info.tag for info in infos if info.status == "complete")
     return NoCheckpointError(
         f"what the run in {path} should go on from is missing, and its other checkpoints are abandoned: pass the tag "
@@ -82,16 +82,16 @@ def describe_ignored_files(path: Path) -> str | None:
 def open_latest(
     path: Path, keys: Mapping[str, str] | None = None, tag: str | Best | None = None, *, is_lazy: bool = False
 ) -> Reader:
-    """Open a checkpoint, or that of a tag of a run directory, by default the latest one, for reading.
+    """Open a checkpoint for reading: by its own path, or by a tag in a run directory, by default the latest one.
 
-    If the checkpoint is replaced or removed meanwhile, try again. ``keys`` and the errors are those of
+    If the checkpoint is replaced or removed meanwhile, try again. ``keys`` and the errors are as in
     :func:`rankless.formats.detect.open_reader`. ``is_lazy``: see :class:`NativeReader`. Raises
     ``CheckpointReplacedError`` if all attempts fail.
 
     Each process calls it for itself.
     """
     for _ in range(_ATTEMPTS):
-        # What a tag names in an object store is a folder of a save, also if that is removed meanwhile.
+        # In an object store a tag names a folder of a save, also if that is removed meanwhile.
         chosen = path if tag is None else checkpoint_path(path, tag)
         is_folder = tag is not None and _has_name_of_save(chosen)
         resolved = chosen if is_folder else resolve_checkpoint_path(chosen)
@@ -186,7 +186,7 @@ def has_lost_manifest(folder: Path) -> bool:
 
 
 def lost_files_error(folder: Path) -> CorruptCheckpointError:
-    """Return the error of a checkpoint whose files are missing."""
+    """Return the error of a checkpoint with missing files."""
     return CorruptCheckpointError(
         f"{folder} has no manifest, but its tag still names it: something else than rankless has removed its files"
     )

@@ -1,7 +1,7 @@
 """The journal of a run in an object store: ``RUN/.journal/TIME.RANDOM.json``, a small object for each entry.
 
 Objects cannot be appended to, and jobs that replace one object would lose each other's entries. The names begin with
-the time, so their order is that of the entries. Each write removes the oldest ones, so their number is bounded.
+the time, so they sort like the entries. Each write removes the oldest ones, so their number is bounded.
 
 :mod:`rankless.run.journal` calls it for runs in object stores, on rank 0 and in commands.
 """
@@ -40,7 +40,7 @@ def append_object(run: ObjectPath, data: bytes, time: float, *, limit: int, crea
 
 
 def _list_entries(folder: ObjectPath) -> list[str]:
-    """Return the names of the entries, oldest first."""
+    """Return the names of the entries, oldest first. For example, ``01795000000000000000.0123abcd.json``."""
     return sorted(filter(_ENTRY.fullmatch, folder.store.list_names(folder)))
 
 

@@ -1,4 +1,4 @@
-"""Removal of checkpoints from a run in an object store, and of what dead saves have left there.
+"""Removal of checkpoints from a run in an object store, and of the leftovers of dead saves there.
 
 Retention and the failure of a save call it on rank 0, ``rankless prune`` in its process. The orders must stay: pointers
 are removed before files, and a folder is marked before the look for pointers.
@@ -35,7 +35,7 @@ _ATTEMPTS, _ATTEMPT_SECONDS = 20, 0.05
 
 
 def delete_replaced(run: ObjectPath, entry: TagEntry) -> None:
-    """Delete a checkpoint that another one has replaced. What somebody else has put into its folder stays."""
+    """Delete a checkpoint that another one has replaced. Objects that somebody else has put into its folder stay."""
     if not isinstance(entry.pointer, Pointer):
         remove_pointers(run, entry)
         return
@@ -86,7 +86,7 @@ def discard_folder(folder: ObjectPath) -> None:
 
 
 def discard_abandoned(folder: ObjectPath) -> bool:
-    """Delete what a save has written into a folder: one of another process, which seems to be dead, or a whole one.
+    """Delete a save's objects in a folder: one of another process, which seems to be dead, or a whole one.
 
     Return false if a process has published it meanwhile.
 
@@ -125,7 +125,7 @@ def is_still_whole(folder: ObjectPath) -> bool:
 
 
 def find_damage(folder: ObjectPath, sizes: Mapping[str, int]) -> str | None:
-    """Return why a folder is not what was uploaded: it lacks one of these files, or another process deletes it.
+    """Return why a folder differs from the upload: it lacks one of these files, or another process deletes it.
 
     The list of a store may lag, or come from a proxy. So each file that it lacks is asked for, and so is the mark.
     """
@@ -164,7 +164,8 @@ def _find_size(path: ObjectPath) -> int | None:
 def _delete_objects(folder: ObjectPath, names: AbstractSet[str]) -> None:
     """Delete objects in a folder of a save: its manifest first, so that it is no checkpoint any more.
 
-    The files of tensors prove what the folder was, and the mark says that it is being deleted: they are the last ones.
+    The files of tensors prove that the folder was ours, and the mark says that it is being deleted: they are the last
+    ones.
     """
     tensors = {name for name in names if name.endswith(".safetensors")}
     for batch in ({NAME}, names - tensors - {NAME, REMOVED}, tensors, {REMOVED}):
@@ -172,7 +173,7 @@ def _delete_objects(folder: ObjectPath, names: AbstractSet[str]) -> None:
 
 
 def remove_abandoned(run: ObjectPath, *, with_whole: bool) -> list[Path]:
-    """Remove what saves have left, if nothing of it has changed for a day, by the store's clock.
+    """Remove leftovers of saves, if nothing of them has changed for a day, by the store's clock.
 
     No lock tells whether the save is alive. If it is, it finds its uploads aborted, and fails. ``with_whole``: see
     :func:`rankless.run.cleanup.clean_up`.
@@ -204,7 +205,7 @@ def seems_alive(time_of_change: float) -> bool:
 
 
 def _discard_all(folders: Sequence[ObjectPath]) -> tuple[list[Path], list[RanklessError]]:
-    """Delete what dead saves have uploaded. Return what was deleted, and why others could not be."""
+    """Delete the uploads of dead saves. Return the deleted folders, and the errors of the others."""
     removed, failures = list[Path](), list[RanklessError]()
     for folder in folders:
         try:

@@ -1,16 +1,17 @@
-"""The layout of a run in an object store: which keys are a checkpoint of which tag.
+"""The layout of a run in an object store: the keys of each checkpoint, and of its tag.
 
 An object store cannot rename, so a checkpoint cannot get its name by a rename. Instead, no two saves ever share a key:
 
-- ``RUN/TAG.ID/…`` has all files of one checkpoint, with its manifest: a whole checkpoint, for any reader. The id is
-  that of the manifest; if the checkpoint comes from the local tier, it is that of the attempt to drain it.
+- ``RUN/TAG.ID/…`` has all files of one checkpoint, with its manifest: a whole checkpoint, for any reader. The manifest
+  has the same id; if the checkpoint comes from the local tier, the attempt to drain it has an own id. For example,
+  ``runs/a/step_10.0123456789abcdef/manifest.json``.
 - ``RUN/.tags/TAG/N`` is a *pointer*: a small object that names the id. It is created by a conditional write, which one
   of several writers wins. This is the commit of a save (``N`` = 1) and of an overwrite (``N`` = the highest + 1). The
   pointer with the highest ``N`` counts.
 
 A writer that was stopped for hours can only publish its own checkpoint, which is whole. A prefix ``TAG.ID`` without a
-pointer is a save in progress, or an interrupted one. A folder ``NAME`` that was copied into the run, and whose name
-does not end with an id, is a checkpoint with this tag.
+pointer is a save in progress, or an interrupted one. A folder ``NAME`` that was copied into the run is a checkpoint
+with this tag, if its name does not end with an id: for example ``step_10``.
 
 The order of a save must stay: all files, the manifest as the last file, then the pointer
 (:mod:`rankless.save.object_publication`). Keys of older versions stay in stores. Loads, clean-ups and lists ask this
@@ -42,9 +43,9 @@ def check_output_name(final: ObjectPath) -> None:
 def list_unpublished(run: ObjectPath, entries: Sequence[TagEntry]) -> list[StaleDirectory]:
     """Return the folders of saves that no pointer names, and uploads in progress. ``entries`` are all tags of the run.
 
-    Folders of a tag whose pointer cannot be read are left out: it may name any of them. So are the whole folders of a
-    run without pointers, which are its checkpoints, and folders of somebody else whose names only look like those of
-    saves.
+    Folders of a tag are left out if its pointer cannot be read: it may name any of them. So are the whole folders of a
+    run without pointers, which are its checkpoints, and folders of somebody else that only have names as saves give
+    them.
     """
     published = {entry.folder_in(run).name for entry in entries if isinstance(entry.pointer, Pointer)}
     unreadable = {entry.tag for entry in entries if not isinstance(entry.pointer, Pointer)}

@@ -4,17 +4,16 @@ The kernel releases the lock however the owner ends. That others can take it is 
 it while the owner lives. That is so
 
 - on the owner's host, which the file names;
-- on file systems whose hosts are known to see each other's locks:
+- on file systems where hosts are known to see each other's locks:
   :func:`~rankless.storage.filesystem_kind.shares_locks`;
-- on file systems of which that is not known, if another host of the owner's job has seen the lock, and has written so
-  into the file.
+- on other file systems, if another host of the owner's job has seen the lock, and has written so into the file.
 
 In all other cases the owner counts as dead if nothing has changed for a day, by the clock of the file system: clocks of
 hosts may differ.
 
 Pending directories (:mod:`rankless.run.pending_lock`) and pins (:mod:`rankless.run.pin`) have such locks. The bytes of
-the file are read by other hosts and other versions: the first 64 are the owner's host, those behind them the host that
-has seen the lock. In doubt the owner counts as alive.
+the file are read by other hosts and other versions: the first 64 are the owner's host, the bytes behind them the host
+that has seen the lock. In doubt the owner counts as alive.
 """
 
 from __future__ import annotations

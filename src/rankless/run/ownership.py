@@ -1,11 +1,12 @@
-"""Proof of what is ours: only what an output is known to consist of is replaced or removed.
+"""Proof of ownership: only the files that an output is known to consist of are replaced or removed.
 
-A user may keep anything at a path that a save is given, and put anything into a checkpoint. So whatever replaces or
-removes a path asks first: the reader of a format that the caller may replace must name every file there. Saves,
-drains, retention, components, DCP, Lightning and exports all ask here, so that none of them forgets it.
+A user may keep anything at a path that a save is given, and put anything into a checkpoint. So all code that replaces
+or removes a path asks first: the reader of a format that the caller may replace must name every file there. For
+example, a checkpoint folder with the user's ``notes.txt`` is not replaced. Saves, drains, retention, components, DCP,
+Lightning and exports all ask here, so that none of them forgets it.
 
 Rank 0 asks in the first vote of a save, and again in the commit, after an exchange of names; clean-ups and retention
-ask before and after their renames. What cannot be proved must count as foreign.
+ask before and after their renames. A path without proof must count as foreign.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rankless.storage import directory_trees, posix
 from rankless.storage.store import store_of
 
 #: Whether a path is an output of one format, and the names of its files in it; ``None`` if it is none. ``tag`` is the
-#: name under which it must have been saved, or "" for any.
+#: name that it must have been saved with, or "" for any.
 _Proof = Callable[[Path, str], "frozenset[str] | None"]
 
 #: The most looks at a path that other jobs replace or remove meanwhile.
@@ -106,7 +107,7 @@ _PROOFS: Mapping[str, _Proof] = {
 
 
 class SortedObjects(msgspec.Struct, frozen=True):
-    """The names of the objects below a path in an object store: those of an output of ours, and those of others."""
+    """The names of the objects below a path in an object store: the objects of an output of ours, and other objects."""
 
     owned: frozenset[str]
     foreign: frozenset[str]
@@ -115,8 +116,8 @@ class SortedObjects(msgspec.Struct, frozen=True):
 class Replaceable(msgspec.Struct, frozen=True):
     """The outputs that may be at a path that is replaced or removed: outputs of some kinds, and nothing else.
 
-    ``kinds`` are keys of the table of proofs. ``tag``: the name of a checkpoint of rankless; "" for any. ``text`` says
-    in messages what is expected.
+    ``kinds`` are keys of the table of proofs. ``tag``: the name of a checkpoint of rankless; "" for any. ``text`` names
+    the expected output in messages.
     """
 
     kinds: tuple[str, ...]
@@ -208,25 +209,25 @@ def _describe_manifest(path: Path) -> str:
 
 
 def checkpoint_of(tag: str) -> Replaceable:
-    """Return what a save of a checkpoint replaces, and what retention removes: a checkpoint that has this tag."""
+    """Return the rule for saves and retention: they may replace or remove a checkpoint that has this tag."""
     return Replaceable(("checkpoint", "unfinished"), "a checkpoint of rankless", tag)
 
 
-#: What a save has written into a folder of its own in an object store, whether it has ended or not.
+#: The objects of a save in its own folder in an object store, whether it has ended or not.
 SAVED_FOLDER = checkpoint_of("")
 
 
-#: What :class:`rankless.dcp.FileSystemWriter` replaces.
+#: The outputs that :class:`rankless.dcp.FileSystemWriter` replaces.
 DCP_FOLDER = Replaceable(("dcp",), "a checkpoint of torch.distributed.checkpoint")
 
-#: What an export of weights in place of a folder replaces.
+#: The outputs that an export of weights in place of a folder replaces.
 EXPORT = Replaceable(("export",), "an export of weights by rankless")
 
 
 def replaced_by_export(tag: str) -> Replaceable:
-    """Return what an export in place of a step replaces: an earlier export, or a checkpoint that has this tag."""
+    """Return the rule for an export in place of a step: it replaces an earlier export, or a checkpoint of this tag."""
     return Replaceable(("export", "checkpoint", "unfinished"), "an export or a checkpoint of rankless", tag)
 
 
-#: What a save of one component into one file replaces.
+#: The outputs that a save of one component into one file replaces.
 COMPONENT_FILE = Replaceable(("file", "scheduler"), "a file of safetensors, of torch.save or of a scheduler")

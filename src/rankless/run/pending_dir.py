@@ -9,7 +9,7 @@ there is one place where two jobs that write to one path meet.
 
 Rank 0 creates the directory in the vote on the preparation, and publishes it in the decision of the vote on the
 writing, in the thread of the save. The order must stay: take the lock, create the directory, write and sync everything,
-rename, release the lock. In :meth:`PendingDirectory.replace`, what was displaced is checked after the exchange, and not
+rename, release the lock. In :meth:`PendingDirectory.replace`, the displaced path is checked after the exchange, and not
 only before it.
 """
 
@@ -38,7 +38,7 @@ from rankless.storage import atomic_rename, directory_trees, posix
 from rankless.storage.filesystem_kind import find_bucket_mount
 from rankless.storage.store import store_of
 
-#: The directories for which this process has warned of a mounted bucket.
+#: The directories that this process has warned of, because they are in a mounted bucket.
 _known_mounts: set[Path] = set()
 
 #: The most attempts to replace a path while other processes change it.
@@ -51,7 +51,7 @@ def hidden_name(final: Path) -> HiddenName:
 
 
 class PendingDirectory:
-    """A hidden directory, whose contents get the path ``final`` in one step.
+    """A hidden directory. Its contents get the path ``final`` in one step.
 
     One process, rank 0, creates, publishes and removes it. The other ranks know its path, and write files into it.
     """
@@ -69,12 +69,12 @@ class PendingDirectory:
 
     @property
     def displaced_path(self) -> Path:
-        """The hidden path of what was at the final path before :meth:`replace`."""
+        """The hidden path of the old contents of the final path, after :meth:`replace`."""
         return self.final.parent / self.name.with_state("replaced").name
 
     @property
     def removal_path(self) -> Path:
-        """The hidden path of what was replaced while it is being deleted."""
+        """The hidden path of the replaced contents while they are being deleted."""
         return self.final.parent / self.name.with_state("removed").name
 
     @property
@@ -83,7 +83,7 @@ class PendingDirectory:
         return self._lock is not None
 
     def create(self, nbytes: int = 0) -> None:
-        """Create and lock the directory, in which ``nbytes`` bytes will be written. A failure leaves nothing behind.
+        """Create and lock the directory for a write of ``nbytes`` bytes. A failure leaves nothing behind.
 
         Raises ``StorageError`` if the file system has not enough space, or if another process uses the name.
         """
@@ -99,7 +99,7 @@ class PendingDirectory:
             raise
 
     def create_new(self, nbytes: int = 0) -> None:
-        """Create the directory as :meth:`create` does, and hold the final path, at which there must be nothing."""
+        """Create the directory as :meth:`create` does, and hold the final path. Nothing may be there."""
         posix.make_durable_directory(self.final.parent)
         claim = self._claim = claim_output(self.final)
         weakref.finalize(self, claim.close)
@@ -130,10 +130,10 @@ class PendingDirectory:
             self.publish()
 
     def replace_tag(self, saved: KnownCheckpoint, check_replaceable: Callable[[Path], None]) -> None:
-        """Publish a checkpoint in place of what has the tag, as :meth:`replace` does.
+        """Publish a checkpoint in place of the one with the tag, as :meth:`replace` does.
 
-        An abandoned one of its run is not replaced, but gets another tag: an overwrite is meant for what the run saves
-        over and over again, such as its last checkpoint. An interrupted copy is hidden.
+        An abandoned one of its run is not replaced, but gets another tag: an overwrite is meant for a tag that the run
+        saves over and over again, such as ``last``. An interrupted copy is hidden.
         """
         self._free_tag(saved)
         self.replace(check_replaceable)
@@ -150,17 +150,17 @@ class PendingDirectory:
         return name_abandoned(self.final, saved) or hide_interrupted_copy(self.final, saved.run, names)
 
     def replace(self, check_replaceable: Callable[[Path], None], entry: str = "") -> None:
-        """Rename the directory, or one entry of it, to the final path, in place of what is there.
+        """Rename the directory, or one entry of it, to the final path, in place of its old contents.
 
-        What was there is then at ``displaced_path``. The directory stays locked until :meth:`remove_displaced` has
+        The old contents are then at ``displaced_path``. The directory stays locked until :meth:`remove_displaced` has
         deleted it. ``check_replaceable`` is called with the final path, and after an exchange with ``displaced_path``:
-        it raises ``TagExistsError`` if what is at a path is not ours, or must keep its name. Other processes may
+        it raises ``TagExistsError`` if the output at a path is not ours, or must keep its name. Other processes may
         replace or remove the final path meanwhile.
         """
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 check_replaceable(self.final)
-            except StorageError as error:  # another process may replace what is looked at
+            except StorageError as error:  # another process may replace the path meanwhile
                 if error.errno != errno.ENOENT or attempt == _ATTEMPTS:
                     raise
                 continue
@@ -189,7 +189,7 @@ class PendingDirectory:
 
         Then that one has its name again, and the output is in the pending directory again.
         """
-        # After an exchange, a disk may fail to rename what was replaced: then it is where the output was.
+        # After an exchange, a disk may fail to rename the replaced output: then it is where the new one was.
         replaced = self.displaced_path if posix.path_exists(self.displaced_path) else output
         try:
             check_replaceable(replaced)
@@ -197,12 +197,12 @@ class PendingDirectory:
             atomic_rename.exchange_directories(replaced, self.final, output)
             raise
         except StorageError:
-            return  # the output has the name by now, and what it has replaced was checked before
+            return  # the output has the name by now, and the replaced one was checked before
 
     def _drop_displaced(self, check_replaceable: Callable[[Path], None]) -> None:
         """Delete the displaced checkpoint, but only if another has its name by now; otherwise it is the only copy.
 
-        What is not ours gets its name back, or one next to it.
+        An output that is not ours gets its name back, or one next to it.
         """
         with suppress(StorageError):
             if not posix.path_exists(self.displaced_path):
@@ -216,7 +216,7 @@ class PendingDirectory:
                 directory_trees.remove_directory(self.displaced_path, self.removal_path)
 
     def remove_displaced(self) -> None:
-        """Delete what :meth:`replace` displaced, and what else is left of the directory. Then release the lock."""
+        """Delete the output that :meth:`replace` displaced, and the rest of the directory. Then release the lock."""
         try:
             with suppress(StorageError):  # there may be none
                 directory_trees.remove_directory(self.displaced_path, self.removal_path)
@@ -226,7 +226,7 @@ class PendingDirectory:
             self.release()
 
     def remove_earlier_displaced(self) -> None:
-        """Delete what an interrupted save of the same hidden name displaced, unless that is the only copy."""
+        """Delete the path that an interrupted save of the same name displaced, unless it is the only copy."""
         if restore_displaced(self.final.parent, self.name):
             for path in (self.displaced_path, self.removal_path):
                 directory_trees.remove_tree(path)
@@ -239,7 +239,7 @@ class PendingDirectory:
         self._lock = self._claim = None
 
     def discard(self) -> None:
-        """Remove the directory and release the lock, after a failure. What cannot be removed stays hidden.
+        """Remove the directory and release the lock, after a failure. Files that cannot be removed stay hidden.
 
         The directory stays if it marks a displaced checkpoint that could not get its name back.
         """
@@ -262,7 +262,7 @@ def _warn_of_bucket_mount(folder: Path) -> None:
 
 
 def claim_output(final: Path) -> PendingLock:
-    """Hold a new path while this process writes what will be there; :meth:`PendingLock.close` lets it go.
+    """Hold a new path while this process writes the output for it; :meth:`PendingLock.close` lets it go.
 
     Conversions, exports and merges call it, so that several processes do not do the same work for one path. A process
     need not be in a process group for that: one of several ranks may convert. Raises ``TagExistsError`` if another
@@ -288,7 +288,7 @@ def check_destination(final: Path) -> None:
     """Check that something new can be written to a path.
 
     Raises ``TagExistsError`` if the path exists, and ``InvalidArgumentError`` if it is a bucket, or inside a rankless
-    checkpoint, whose manifest lists all files in it.
+    checkpoint: its manifest lists all files in it.
     """
     if store_of(final).is_bucket(final):
         raise InvalidArgumentError(f"{final} is a bucket: choose a path in it")

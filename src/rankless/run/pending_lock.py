@@ -1,7 +1,7 @@
 """The lock of a pending directory.
 
-No process may remove the pending directory of a living save, and each may remove that of a dead one. The owner locks
-``.TAG.RUN.ID.lock``, next to the directory and older than it (:class:`~rankless.run.owned_lock.OwnedLock`).
+No process may remove the pending directory of a living save, and each may remove the directory of a dead save. The
+owner locks ``.TAG.RUN.ID.lock``, next to the directory and older than it (:class:`~rankless.run.owned_lock.OwnedLock`).
 
 Rank 0 takes it through :class:`~rankless.run.pending_dir.PendingDirectory`, and clean-ups of any job try to take it
 (:mod:`rankless.run.cleanup`). The lock file must exist before the directory, and until after it.

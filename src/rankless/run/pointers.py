@@ -1,8 +1,9 @@
-"""The pointers of a run in an object store, each of which gives a checkpoint its tag.
+"""The pointers of a run in an object store. Each gives a checkpoint its tag.
 
 A *pointer* ``RUN/.tags/TAG/N`` is a small object that names the id of a checkpoint. It is created by a conditional
 write, which one of several writers wins. This is the commit of a save (``N`` = 1) and of an overwrite (``N`` = the
-highest + 1). The pointer with the highest ``N`` counts.
+highest + 1). The pointer with the highest ``N`` counts: for example ``.tags/step_10/2`` after an overwrite of
+``step_10``.
 
 :mod:`rankless.save.object_publication` creates them on rank 0, in the vote "completing the files"; lists, loads,
 clean-ups and commands read them. A pointer is never changed, so it may be remembered by its path and version. Its JSON
@@ -52,11 +53,11 @@ _MAX_REMEMBERED = 2**15
 
 @prepared
 class Pointer(msgspec.Struct, frozen=True):
-    """The content of a pointer: the checkpoint that it names, and what a list shows of it.
+    """The content of a pointer: the checkpoint that it names, and its values for lists.
 
     So a list needs one small object of each checkpoint. The manifest decides if they differ.
 
-    ``id`` is that in the name of the folder. ``checkpoint`` is that of the manifest, if it is another one: each attempt
+    ``id`` is the id in the name of the folder. ``checkpoint`` is the manifest's id, if it is another one: each attempt
     to drain a checkpoint of the local tier has a folder of its own. ``saved_as`` is the tag in the name of the folder,
     if the checkpoint has got another one since.
     """
@@ -162,8 +163,8 @@ def find_tag(run: ObjectPath, tag: str) -> TagEntry | None:
     A pointer that stays listed, but is not found, was removed a moment ago if no checkpoint of the tag has a manifest:
     the list lags. Otherwise it cannot be read: a replica of the store lags.
 
-    A load and a save call it on rank 0, in votes, and clean-ups before they delete. What cannot be read now must never
-    be "no checkpoint".
+    A load and a save call it on rank 0, in votes, and clean-ups before they delete. A pointer that cannot be read now
+    must never be "no checkpoint".
     """
     found: list[ObjectInfo] = []
     for _ in range(_ATTEMPTS):
@@ -227,7 +228,10 @@ def _make_entry(tag: str, ascending: Sequence[ObjectInfo], pointer: Pointer | Ra
 
 
 def _number_of(path: ObjectPath) -> int:
-    """Return the number of a pointer, which is 1 or more; 0 for another object."""
+    """Return the number of a pointer, which is 1 or more; 0 for another object.
+
+    For example, 2 for ``.tags/step_10/2``.
+    """
     return int(path.name) if _POINTER_NAME.fullmatch(path.name) else 0
 
 

@@ -1,10 +1,11 @@
 """The place of a run's records, its history and its journal: in the run directory, or in a folder next to it.
 
-Frameworks, and what people write around them, list the folders of their checkpoints and take each name for one. So
-what writes checkpoints for a framework calls :func:`keep_records_beside` on rank 0 before a save. That creates the
-folder ``.NAME.rankless`` next to a run directory called ``NAME``, and from then on the records lie there. All else
-follows from what exists, so that any job, command and reader finds the same records: those in the run directory if
-there are any, as of all runs that no framework lists; else those next to it. Nothing is ever moved.
+Frameworks, and scripts around them, list the folders of their checkpoints and take each name for one. So the code that
+writes checkpoints for a framework calls :func:`keep_records_beside` on rank 0 before a save. That creates the folder
+``.NAME.rankless`` next to a run directory called ``NAME``, for example ``runs/.a.rankless`` next to ``runs/a``. From
+then on the records lie there. The existing files decide, so that any job, command and reader finds the same records:
+the records in the run directory if there are any, as in all runs that no framework lists; else the records next to it.
+Nothing is ever moved.
 
 In an object store the records stay where they are: a framework lists a run there by its checkpoints.
 
@@ -51,7 +52,7 @@ def keep_records_beside(run: Path) -> None:
     """Keep the records of a run next to it, unless it has some already. Call it on rank 0, before a save.
 
     They stay in the run directory, too, if nothing can be created next to it, or if it is where a file system is
-    mounted: what is next to it is elsewhere on another host, and removed with a container.
+    mounted: a folder next to it is elsewhere on another host, and removed with a container.
     """
     if store_of(run).is_remote:
         return
@@ -63,7 +64,10 @@ def keep_records_beside(run: Path) -> None:
 
 
 def _beside(run: Path) -> Path | None:
-    """Return the folder next to a run directory, or next to what it is a link to; ``None`` if it cannot have one."""
+    """Return the folder next to a run directory, or next to the target of a link; ``None`` if it cannot have one.
+
+    For example, ``runs/.a.rankless`` for ``runs/a``.
+    """
     real = run.resolve()
     name = f".{real.name}.rankless"
     return real.with_name(name) if real.name and len(name.encode(errors="surrogateescape")) <= _MAX_NAME else None

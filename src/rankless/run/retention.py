@@ -1,8 +1,9 @@
-"""Retention policies: rules for which checkpoints of a run are kept, combined with ``|``.
+"""Retention policies: rules that select the checkpoints of a run to keep, combined with ``|``.
 
 A save checks a policy on each rank in its first vote, and rank 0 applies it after the commit
 (:func:`rankless.run.cleanup.expired_checkpoints`). All ranks must pass equal policies, which are compared by their
-``repr``.
+``repr``. For example, ``KeepLast(2) | KeepEvery(1000)`` keeps the two newest checkpoints, and step 1000, 2000 and so
+on.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class Retention:
         """Raise ``InvalidArgumentError`` if a save lacks a step or metric that the policy needs."""
 
     def __repr__(self) -> str:
-        """Return the class and its attributes: ranks compare their policies by this text."""
+        """Return the class and its attributes: ranks compare their policies by this text.
+
+        For example, ``KeepLast(number=2)``.
+        """
         settings = (f"{name}={value!r}" for name, value in sorted(vars(self).items()))
         return f"{type(self).__qualname__}({', '.join(settings)})"
 
@@ -71,7 +75,10 @@ class AnyOf(Retention):
 
 @dataclass(frozen=True)
 class KeepLast(Retention):
-    """Keeps the newest ``number`` checkpoints. Abandoned ones are older than all others."""
+    """Keeps the newest ``number`` checkpoints. Abandoned ones are older than all others.
+
+    For example, with ``KeepLast(2)`` a save of ``step_30`` removes ``step_10``, and keeps ``step_20``.
+    """
 
     number: int
 
@@ -91,7 +98,10 @@ class KeepLast(Retention):
 
 @dataclass(frozen=True)
 class KeepEvery(Retention):
-    """Keeps checkpoints whose step is a multiple of ``steps``. For fractions rounding errors are ignored."""
+    """Keeps checkpoints if their step is a multiple of ``steps``. For fractions rounding errors are ignored.
+
+    For example, ``KeepEvery(1000)`` keeps the steps 1000 and 2000, and not 1500.
+    """
 
     steps: float
 
@@ -115,7 +125,8 @@ class KeepBest(Retention):
     """Keeps the ``number`` best checkpoints by a metric, and of equal ones the newer.
 
     ``mode`` says whether lower (``"min"``) or higher (``"max"``) values are better. Checkpoints without the metric, and
-    abandoned ones, are not kept by this policy.
+    abandoned ones, are not kept by this policy. For example, ``KeepBest("loss", 3)`` keeps the three checkpoints with
+    the lowest loss.
 
     By default each save must have the metric. With ``required=False`` it need not: then an evaluator can add the metric
     later, with :func:`rankless.add_metrics`.

@@ -1,9 +1,9 @@
-"""The interface between what a run promises and how its checkpoints are kept: :class:`RunStore`.
+"""The interface between the promises of a run and the layout of its checkpoints: :class:`RunStore`.
 
 There are two layouts. In a directory on a file system a checkpoint is a folder with the name of its tag, which it gets
 by a rename; locks tell whether a process is alive. In an object store nothing can be renamed, so a small pointer names
 the folder of a tag, and leases take the place of locks. Lists, saves, loads, retention, pins and commands are written
-once, for any layout: they ask :func:`run_store_of`, on whichever rank they run.
+once, for any layout: they ask :func:`run_store_of`, on any rank that they run on.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class RunStore(Protocol):
     # Removing
 
     def list_stale(self) -> list[StaleDirectory]:
-        """Return what saves and removals have left, or still use."""
+        """Return the folders that saves and removals have left, or still use."""
 
     def seems_alive(self, time_of_change: float) -> bool:
         """Return whether, for all that the time of the last change tells, a save in progress may go on."""
 
     def clean_up(self, run: str | None, tag: str | None, *, with_whole: bool) -> list[Path]:
-        """Remove what dead saves have left: see :func:`rankless.run.cleanup.clean_up`."""
+        """Remove leftovers of dead saves: see :func:`rankless.run.cleanup.clean_up`."""
 
     def delete(self, info: CheckpointInfo) -> bool:
         """Delete a checkpoint, unless it is protected, was replaced, or has files of somebody else in it.
@@ -104,7 +104,7 @@ class RunStore(Protocol):
     # Locks between processes
 
     def held_pin(self, path: Path) -> AbstractContextManager[object]:
-        """Hold a pin, whose name no other process uses. Raises ``StorageError`` if it cannot be created."""
+        """Hold a pin. No other process may use its name. Raises ``StorageError`` if it cannot be created."""
 
     def is_pin_over(self, path: Path) -> bool:
         """Remove a pin if its holder is known to be dead. Return whether it is removed, now or before."""

@@ -47,10 +47,10 @@ class Best(msgspec.Struct, frozen=True):
 
 
 def best(metric: str, mode: Literal["min", "max"] = "min") -> Best:
-    """Return what can be passed as a tag: the best checkpoint of a run by a metric, and of equal ones the newest.
+    """Return an object to pass as a tag: the best checkpoint of a run by a metric, and of equal ones the newest.
 
     Args:
-        metric: The name of the metric. Checkpoints without it are not considered.
+        metric: The name of the metric, such as ``"loss"``. Checkpoints without it are not considered.
         mode: Whether lower (``"min"``) or higher (``"max"``) values are better.
 
     Raises:

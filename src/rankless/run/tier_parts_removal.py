@@ -27,7 +27,7 @@ _NAME = re.compile(r"\d{8}\.(?P<sequence>\d{20})\.(?P<id>[0-9a-f]{16})\..+", re.
 
 
 def remove_superseded_parts(run: Path) -> list[Path]:
-    """Remove the parts of checkpoints that are in the run directory, or older than one there. Return what was removed.
+    """Remove the parts of checkpoints that are in the run directory, or older than one there. Return their paths.
 
     The folder is removed if nothing else is in it.
     """

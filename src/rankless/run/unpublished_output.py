@@ -3,8 +3,9 @@
 A store cannot rename, so the files of a folder appear there one after another. The files that name others, such as
 indexes and manifests, are the last ones: without them no reader takes a part of a folder for the whole.
 
-A conversion has one on each rank, of which rank 0's is used, in its votes; exports, merges and drains of tiers use it
-in one process. In an object store the order of :func:`upload_order` must stay: what names other files comes last.
+A conversion has one on each rank, and uses rank 0's, in its votes; exports, merges and drains of tiers use it in one
+process. In an object store the order of :func:`upload_order` must stay: the files that name other files come last, for
+example ``model.safetensors.index.json``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import is_directory, make_durable_directory, make_private_directory, walk_files
 from rankless.storage.store import map_requests, store_of
 
-#: The ends of the names of files that name other files, in the order in which they are uploaded.
+#: The ends of the names of files that name other files, in the order of their upload.
 _LAST = (".index.json", "adapter_config.json", "config.json", ".metadata", manifest.NAME)
 
 #: The files that mark a checkpoint of NxD as begun and as complete.
@@ -36,7 +37,7 @@ _MARKERS = ("checkpoint", "done")
 
 
 class PendingOutput(Protocol):
-    """A local directory, in which an output is built. One process, rank 0, creates, publishes and removes it."""
+    """A local directory for an output that is built in it. One process, rank 0, creates, publishes and removes it."""
 
     @property
     def path(self) -> Path:
@@ -47,7 +48,7 @@ class PendingOutput(Protocol):
         """True if this process has created the directory, and has not published or removed it."""
 
     def create(self, nbytes: int = 0) -> None:
-        """Create the directory, in which ``nbytes`` bytes will be written. A failure leaves nothing behind."""
+        """Create the directory, for ``nbytes`` bytes that will be written there. A failure leaves nothing behind."""
 
     def create_new(self, nbytes: int = 0) -> None:
         """Create the directory, and hold the final path. Raises ``TagExistsError`` if another process holds it."""
@@ -60,7 +61,10 @@ class PendingOutput(Protocol):
 
 
 class LocalOutput:
-    """A directory for temporary files of this host, whose contents are uploaded to a path in an object store."""
+    """A directory for temporary files of this host. Its contents are uploaded to a path in an object store.
+
+    For example, ``/tmp/rankless-1000`` has one for each upload of the user 1000.
+    """
 
     def __init__(self, final: ObjectPath) -> None:
         self._final = final
@@ -84,7 +88,7 @@ class LocalOutput:
         return "_local" in self.__dict__ and self._local.is_locked
 
     def create(self, nbytes: int = 0) -> None:
-        """See :class:`PendingOutput`. What dead processes have left on this host is removed first."""
+        """See :class:`PendingOutput`. Leftovers of dead processes on this host are removed first."""
         self._prepare_folder()
         self._local.create(nbytes)
 
@@ -127,7 +131,7 @@ class LocalOutput:
         self._local.discard()
 
     def _list_sources(self, entry: str) -> dict[ObjectPath, Path]:
-        """Return the files by their final paths, in the order in which they are uploaded."""
+        """Return the files by their final paths, in the order of their upload."""
         output = self.path / entry
         if not is_directory(output):
             return {self._final: output}
@@ -137,7 +141,10 @@ class LocalOutput:
 
 
 def upload_order(name: str) -> int:
-    """Return a number by which files are sorted, so that those that name others are uploaded last."""
+    """Return a number to sort files by, so that files that name others are uploaded last.
+
+    For example, ``config.json`` comes after ``model.safetensors``.
+    """
     if name in _MARKERS:
         return len(_LAST) + 1 + _MARKERS.index(name)
     return max((rank for rank, end in enumerate(_LAST, 1) if name.endswith(end)), default=0)
@@ -168,7 +175,7 @@ def pending_directory(final: Path) -> Iterator[Path]:
 
 @contextmanager
 def hold_output(final: Path) -> Iterator[None]:
-    """Hold a new path while another function, which would replace what is there, writes it.
+    """Hold a new path while another function writes it, which would replace an output there.
 
     Raises ``TagExistsError`` if another process holds it, and the errors of :func:`check_destination`. In an object
     store a path cannot be held.

@@ -1,8 +1,8 @@
 """The background saves of this process, and the resources that they share.
 
 Background saves share three things: the staging memory, the guard that makes optimizer steps and loads wait for copies,
-and the handlers at process exit that wait for the saves. Each exists once in a process, whichever objects the caller
-saves through, so one object owns them all.
+and the handlers at process exit that wait for the saves. Each exists once in a process, through any objects that the
+caller saves with, so one object owns them all.
 
 A forked process has no background saves: the threads that save stay in its parent process.
 
@@ -42,7 +42,7 @@ from rankless.save.handle import Result, SaveHandle
 from rankless.save.save_operation import Content, SaveOperation
 from rankless.state.step_guard import StepGuard
 
-#: The maximum number of seconds in which a thread must begin to run.
+#: A thread must begin to run within so many seconds.
 _START_SECONDS = 5.0
 
 _log = logging.getLogger("rankless")
@@ -77,7 +77,7 @@ class BackgroundSaves:
 
     def __init__(self) -> None:
         self._memory, self._guard = StagingMemory(), StepGuard()
-        #: The saves in progress, and the failed saves whose error was not raised yet.
+        #: The saves in progress, and the failed saves with an error that was not raised yet.
         self._flights: list[_SaveInFlight] = []
         #: By path, the lock of the thread that starts a save, until the save is done or runs in the background.
         self._turns: weakref.WeakValueDictionary[Path, _PathTurn] = weakref.WeakValueDictionary()
@@ -133,7 +133,7 @@ class BackgroundSaves:
                 return
 
     def wait_for_turn(self, scope: Path, process_group: ProcessGroupArgument) -> None:
-        """Wait until a save may begin. Raise what :meth:`path_turn` would raise.
+        """Wait until a save may begin. Raise the errors that :meth:`path_turn` would raise.
 
         :meth:`rankless.Checkpointer.save` calls it first, in the thread of the caller.
         """
@@ -156,8 +156,8 @@ class BackgroundSaves:
     ) -> SaveHandle[Result]:
         """Save a content inside a :meth:`path_turn`. If ``asynchronous``, return when its tensors are staged.
 
-        The thread of the caller calls it. On an error nothing is left, on any rank, and what was staged is released
-        after the rollback.
+        The thread of the caller calls it. On an error nothing is left, on any rank, and staged memory is released after
+        the rollback.
         """
         save, arena = SaveOperation(content), Arena(self._memory)
         interrupt: BaseException | None = None
@@ -333,7 +333,7 @@ class _PathTurn:
 
 
 def _of_group(flights: list[_SaveInFlight], group: dist.ProcessGroup | None) -> list[_SaveInFlight]:
-    """Return the saves of a process group, whose ranks all raise their errors in the same call."""
+    """Return the saves of a process group. All its ranks raise their errors in the same call."""
     return [flight for flight in flights if (flight.group and flight.group()) is group]
 
 

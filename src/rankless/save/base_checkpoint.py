@@ -3,8 +3,8 @@
 In an object store, it is the one that this process has uploaded last.
 
 An output takes the base from :class:`KnownRun` when a save begins, and puts the new checkpoint there after its commit;
-:class:`~rankless.run_directory.RunDirectory` puts there what a load has read. Files are known on rank 0 only. A failed
-save forgets the base, so the next one writes everything.
+:class:`~rankless.run_directory.RunDirectory` puts there the checkpoint that a load has read. Files are known on rank 0
+only. A failed save forgets the base, so the next one writes everything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TensorVersions = Mapping[tuple[str, str], TensorVersion]
 
 
 class BaseFile(NamedTuple):
-    """A tensor file of the base: which file it is, and what the manifest says about it."""
+    """A tensor file of the base: its identity, and its record in the manifest."""
 
     identity: FileIdentity
     record: FileRecord
@@ -41,8 +41,8 @@ class BaseCheckpoint(msgspec.Struct, frozen=True):
     """The checkpoint with this ``id`` in the directory ``path``.
 
     ``files`` are, on rank 0, its tensor files by their paths inside the checkpoint, and ``sequence`` is its number.
-    ``versions`` are those of this rank's frozen parameters when the checkpoint was saved. ``sharing_saves`` counts the
-    saves from the last full one to it, on rank 0; it is ``None`` if it was loaded.
+    ``versions`` are the versions that this rank's frozen parameters had when the checkpoint was saved.
+    ``sharing_saves`` counts the saves from the last full one to it, on rank 0; it is ``None`` if it was loaded.
     """
 
     path: Path
@@ -80,9 +80,9 @@ class UploadedBase(msgspec.Struct, frozen=True):
 class KnownRun(msgspec.Struct):
     """The knowledge of this process about a run that it writes into.
 
-    ``checkpoint`` is the base of the next save, if there is one; ``uploaded`` in an object store. ``sharing`` is what
-    is known about the file system, ``has_checked_store`` whether an object store was asked if it honours conditions,
-    and ``makes_copies`` whether it copies objects, if that is known.
+    ``checkpoint`` is the base of the next save, if there is one; ``uploaded`` in an object store. ``sharing`` has the
+    known facts about the file system, ``has_checked_store`` says whether an object store was asked if it honours
+    conditions, and ``makes_copies`` whether it copies objects, if that is known.
     """
 
     checkpoint: BaseCheckpoint | None = None
@@ -97,6 +97,7 @@ def count_sharing_saves(base: BaseCheckpoint | UploadedBase, keep_full_every: in
 
     One of ``keep_full_every`` checkpoints is full. Of a base that was loaded, the numbers tell how many there may be:
     the first checkpoint from each multiple of ``keep_full_every`` on is full, also if that number itself is missing.
+    For example, with ``keep_full_every=4``, three saves share after each full one.
 
     Outputs call it on rank 0 when they begin.
     """

@@ -1,7 +1,7 @@
 """The manifest of a new checkpoint, with the versions of the software that wrote it.
 
-A training save calls it on rank 0 in the commit, a conversion to the format in its process. The fields are those of the
-format.
+A training save calls it on rank 0 in the commit, a conversion to the format in its process. The format defines the
+fields.
 """
 
 from __future__ import annotations

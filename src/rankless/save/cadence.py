@@ -1,13 +1,13 @@
-"""The steps at which a ``Checkpointer`` saves: each multiple of a number, or whenever so much time has passed.
+"""The steps at which a ``Checkpointer`` saves: each multiple of a number, or a step after so much time.
 
-The time is that of rank 0, and all ranks must save at the same step. They meet for a decision only at some steps,
-every few seconds: each decision says after how many further steps the next one is due. It is at half of the
-steps that the remaining time seems to have, and at most :data:`_LOOK_SECONDS` away, so that a training whose steps take
-longer than before is noticed. No thread watches the time, and other steps send nothing.
+Rank 0's clock counts, and all ranks must save at the same step. They meet for a decision only at some steps, every few
+seconds: each decision says after how many further steps the next one is due. It is at half of the steps that the
+remaining time seems to have, and at most :data:`_LOOK_SECONDS` away, so that it is noticed if the steps of a training
+begin to take longer. No thread watches the time, and other steps send nothing.
 
 :class:`rankless.Checkpointer` asks it in :meth:`~rankless.Checkpointer.step`, :mod:`rankless.model_saves` for weights
-alone: on all ranks, in the thread of the training. The number of steps to the next decision must be that of rank 0, on
-all ranks, or some would wait for a vote that others do not hold.
+alone: on all ranks, in the thread of the training. All ranks must use rank 0's number of steps to the next decision, or
+some would wait for a vote that others do not hold.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _LOOK_SECONDS = 5.0
 #: The seconds before the first save if the interval is computed: then its cost is known.
 _FIRST_SECONDS = 120.0
 
-#: What is assumed of a job before it was interrupted: once a day.
+#: The assumed rate of interruptions of a job that was not interrupted yet: once a day.
 _ASSUMED_SECONDS_PER_FAILURE = 86400.0
 
 #: The most of the time of a training that saves may take, if the interval is computed.
 _MAX_OVERHEAD = 0.05
 
-#: The longest interval that is computed, unless saves would take more than that part of the time: what the journal says
-#: may be wrong, such as a clock.
+#: The longest interval that is computed, unless saves would take more than that part of the time: the journal may be
+#: wrong, for example because of a clock.
 _MOST_SECONDS = 4 * 3600.0
 
 #: The most seconds between two entries of a journal that count as training.
@@ -53,7 +53,7 @@ Ask = Callable[[Callable[[], bytes]], bytes]
 
 
 class Cadence(Protocol):
-    """The interface to what decides when to save. All ranks call each method at the same steps."""
+    """The interface of the objects that decide when to save. All ranks call each method at the same steps."""
 
     def is_due(self, step: int, ask: Ask) -> bool:
         """Return whether to save a step that was just completed."""
@@ -63,7 +63,10 @@ class Cadence(Protocol):
 
 
 class EveryStep(msgspec.Struct, frozen=True):
-    """Saves each step that is a multiple of a number; never if that is 0."""
+    """Saves each step that is a multiple of a number; never if that is 0.
+
+    For example, with 1000 it saves the steps 1000 and 2000.
+    """
 
     number: int
 
@@ -116,10 +119,11 @@ class EveryInterval:
 
 
 class CostOfSaves:
-    """The interval between saves that costs a training least time, from what its saves cost and how often it stops.
+    """The interval between saves that costs a training least time, from the cost of its saves and how often it stops.
 
-    It is that of Young and Daly: the square root of twice the cost of a save times the seconds between two failures.
-    What is saved often costs time; what is saved seldom has to be computed again. Saves take at most 5 % of the time.
+    The formula is by Young and Daly: the square root of twice the cost of a save times the seconds between two
+    failures. Frequent saves cost time; after rare saves more steps have to be computed again. Saves take at most 5 % of
+    the time. For example, a save that costs 2 seconds, with a failure every 10,000 seconds, is due every 200 seconds.
     """
 
     def __init__(self, run: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -141,14 +145,17 @@ class CostOfSaves:
     def _seconds_per_failure(self) -> float:
         if self._before is None:
             self._before = (0.0, 0)
-            with suppress(RanklessError):  # the journal is for information: what is assumed does well
+            with suppress(RanklessError):  # the journal is for information: the assumption does well
                 self._before = count_failures(read_journal(self._run))
         seconds, failures = self._before
         return (_ASSUMED_SECONDS_PER_FAILURE + seconds + self._clock() - self._began) / (1 + failures)
 
 
 def best_interval(cost: float, seconds_per_failure: float) -> float:
-    """Return the seconds between two saves that cost a training least time, if a save costs ``cost`` seconds."""
+    """Return the seconds between two saves that cost a training least time, if a save costs ``cost`` seconds.
+
+    For example, 200 seconds if a save costs 2 seconds and a failure comes every 10,000 seconds.
+    """
     return max(min(math.sqrt(2 * cost * seconds_per_failure), _MOST_SECONDS), cost / _MAX_OVERHEAD)
 
 
@@ -182,7 +189,7 @@ class ByCost(EveryInterval):
 
 
 def as_cadence(save_every: int | timedelta | Literal["auto"] | None, run: Path) -> Cadence:
-    """Return what decides when to save, for the argument ``save_every``. Raises ``InvalidArgumentError``."""
+    """Return the object that decides when to save, for the argument ``save_every``. Raises ``InvalidArgumentError``."""
     if save_every is None:
         return EveryStep(0)
     if isinstance(save_every, timedelta):

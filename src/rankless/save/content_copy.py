@@ -1,4 +1,4 @@
-"""Copies of the content that a caller passes with a step: what the caller changes later is not saved.
+"""Copies of the content that a caller passes with a step: later changes by the caller are not saved.
 
 :meth:`rankless.Checkpointer.step` calls it on each rank, at each step, saved or not: so it must be cheap, and raise
 nothing.
@@ -23,7 +23,7 @@ def copy_content(content: Any) -> Any:
     """Return content as it is now, without the graphs that tensors belong to. Nothing is checked.
 
     Content of more than 1 MiB, or of more than 10,000 values, is returned as it is. So is content that cannot be
-    copied: its save says what is wrong. Copies of tensors stay on their device, so that nothing waits for it.
+    copied: its save raises the error. Copies of tensors stay on their device, so that nothing waits for it.
     """
     count = nbytes = 0
     copies: dict[int, Any] = {}
@@ -41,7 +41,7 @@ def copy_content(content: Any) -> Any:
 
 
 def _iter_values(content: Any) -> Iterator[Any]:
-    """Yield all values of a tree, containers before what is in them. It does not end if the tree is inside itself."""
+    """Yield all values of a tree, containers before their items. It does not end if the tree is inside itself."""
     pending = [content]
     while pending:
         value = pending.pop()

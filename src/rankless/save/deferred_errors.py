@@ -22,7 +22,7 @@ class DeferredErrors:
 
     @property
     def is_rank_missing(self) -> bool:
-        """True if a rank did not come: what needs it may wait for the whole timeout again."""
+        """True if a rank did not come: a step that needs it may wait for the whole timeout again."""
         return any(isinstance(error, RankTimeoutError) for error in self._errors)
 
     def run(self, function: Callable[[], object]) -> bool:

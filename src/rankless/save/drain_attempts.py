@@ -22,7 +22,7 @@ from rankless.save.run_output import NO_RECORDS, Records, RunOutput
 #: How often a drain is tried, and the seconds before the second attempt; they double from attempt to attempt.
 ATTEMPTS, _FIRST_SECONDS = 5, 1.0
 
-#: What another attempt cannot avoid. After the death of a rank, each one would wait for the whole timeout.
+#: The errors that another attempt cannot avoid. After the death of a rank, each one would wait for the whole timeout.
 _FINAL = (TagExistsError, StateError, RankFailedError, RankTimeoutError)
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from rankless.storage.links_and_clones import FileIdentity, Sharing
 
 
 class StoredFile(NamedTuple):
-    """A file of a checkpoint: where it is, which file it is, and what the manifest says about it."""
+    """A file of a checkpoint: its path, its identity, and its record in the manifest."""
 
     path: Path
     identity: FileIdentity

@@ -47,7 +47,10 @@ class FailureTolerance:
         return cls(max_unsaved.total_seconds(), warns=warns)
 
     def describe(self) -> dict[str, str]:
-        """Return the arguments as text: all ranks must have the same, or some would wait for others."""
+        """Return the arguments as text: all ranks must have the same, or some would wait for others.
+
+        For example, ``on_failure`` is ``warn``.
+        """
         return {"on_failure": "warn" if self._warns else "raise", "max_unsaved": repr(self._max_seconds)}
 
     def note_durable(self) -> None:
@@ -55,7 +58,7 @@ class FailureTolerance:
         self._durable_at = self._clock()
 
     def listen_in(self, options: SaveOptions) -> SaveOptions:
-        """Return options of saves whose listener also notes what is durable.
+        """Return options of saves with a listener that also notes which saves are durable.
 
         A :class:`rankless.Checkpointer` calls it on each rank when it is made.
         """
@@ -105,7 +108,7 @@ class FailureTolerance:
         return failures
 
     def warn_instead(self, failures: DeferredErrors) -> None:
-        """Warn of the failures of storage at the end of a block whose last step is saved: they need not be raised.
+        """Warn of the failures of storage at the end of a block, if its last step is saved: they need not be raised.
 
         A :class:`rankless.Checkpointer` calls it on each rank at the end of its block.
         """

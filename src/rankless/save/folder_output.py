@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from rankless.save.base_files import BaseFiles
     from rankless.save.incremental import IncrementalSave
 
-#: The bytes of a checkpoint from which on anything is shared. Samples, links and hashes take 2 ms, and to write so few
+#: The least bytes of a checkpoint that may share anything. Samples, links and hashes take 2 ms, and to write fewer
 #: bytes takes less.
 _MIN_SHARED = 64 * 2**10
 
@@ -73,9 +73,9 @@ class _Samples(msgspec.Struct, frozen=True, array_like=True):
 
 @prepared
 class _BegunFolder(msgspec.Struct, frozen=True, array_like=True):
-    """The pending directory that rank 0 has created: the run and the id in its name, and what all ranks must know.
+    """The pending directory that rank 0 has created: the run and the id in its name, and facts for all ranks.
 
-    ``whole`` are the files, by number, that may be unchanged, and ``partial`` those of which some tensors may be.
+    ``whole`` are the files, by number, that may be unchanged, and ``partial`` the files with some tensors that may be.
     """
 
     run: str = ""
@@ -101,7 +101,7 @@ class RunFolderOutput:
         self._new, self._session, self._attempt, self._known = new, ranks.session, ranks.attempt, known
         self._path, self._base, self._plan = new.path, known.checkpoint, EMPTY_PLAN
         self.shared_nbytes = 0
-        #: What finds unchanged bytes, if there is a base.
+        #: The search for unchanged bytes, if there is a base.
         self._incremental: IncrementalSave | None = None
         #: On rank 0, the files of the base that are linked.
         self._base_files: BaseFiles | None = None
@@ -174,7 +174,7 @@ class RunFolderOutput:
 
     @traced("clean up", "commit")
     def _clean_up(self, run: str) -> None:
-        """Remove what interrupted saves have left in the run directory."""
+        """Remove leftovers of interrupted saves in the run directory."""
         clean_up(self._new.run, run)
         clean_up_first_saves(self._new.run, self._new.tag)
 
@@ -317,7 +317,7 @@ class RunFolderOutput:
 
     @traced("rename", "commit")
     def _publish(self, saved: CheckpointInfo) -> None:
-        """Rename the pending directory to its final name, which must be free or that of a replaceable checkpoint.
+        """Rename the pending directory to its final name, which must be free or name a replaceable checkpoint.
 
         Nothing is done if an attempt that seemed to fail has committed the checkpoint. Rank 0 only.
         """
@@ -347,7 +347,7 @@ class RunFolderOutput:
             self._pending.publish_tag(saved)
 
     def _check_overwritten(self, saved: CheckpointInfo, corrupt: CorruptRecord, folder: Path) -> None:
-        """Check as :meth:`_check_replaceable`. Note whether what is replaced is what a load found corrupt: it stays."""
+        """Check as :meth:`_check_replaceable`. Note whether a load found the replaced checkpoint corrupt: it stays."""
         self._check_replaceable(saved, folder)
         self._replaces_corrupt = corrupt.is_in(folder)
 
@@ -362,7 +362,7 @@ class RunFolderOutput:
             )
 
     def _check_replaceable(self, saved: CheckpointInfo, folder: Path) -> None:
-        """Raise ``TagExistsError`` if what is in ``folder`` is no checkpoint of ours, or one that is not older.
+        """Raise ``TagExistsError`` if ``folder`` is no checkpoint of ours, or one that is not older.
 
         This process may have been suspended while another job continued the run.
         """

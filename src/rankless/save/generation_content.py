@@ -60,7 +60,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True)
 class DrainOptions:
-    """The options of a drain: what happens if it fails, which checkpoints are kept after it, and who hears of it."""
+    """The options of a drain: the reaction to a failure, the checkpoints that are kept after it, and the listener."""
 
     on_failure: str
     keep: Retention | None
@@ -68,7 +68,7 @@ class DrainOptions:
 
 
 class GenerationContent:
-    """An assembled generation, whose bytes become a checkpoint of the run: a save without tensors of the caller."""
+    """An assembled generation that becomes a checkpoint of the run: a save without tensors of the caller."""
 
     completed_locally: None = None
 
@@ -151,7 +151,7 @@ class GenerationContent:
                 try:
                     self._memory[part] = map_to_read(self._assembly.path_of(part), table.nbytes)
                 except StorageError:
-                    self._tier.check_not_replaced()  # a later job removes what it does not load
+                    self._tier.check_not_replaced()  # a later job removes generations that it does not load
                     raise
         self._held = HeldParts(self._generation.tables, self._memory)
 
@@ -298,7 +298,7 @@ class GenerationContent:
         return self._generation.common.small_files
 
     def make_manifest(self, files: dict[str, FileRecord]) -> Manifest:
-        """See :class:`SavedContent`. Raises ``CorruptCheckpointError`` if the bytes are not those of the tables."""
+        """See :class:`SavedContent`. Raises ``CorruptCheckpointError`` if the tables say other bytes."""
         if self._output.grain is None:  # the records are made from the tables
             return msgspec.structs.replace(self._label.manifest, files=files)
         expected = self._generation.manifest
@@ -309,7 +309,10 @@ class GenerationContent:
 
 
 def split_at_pages(ranges: Sequence[FileRange]) -> tuple[list[FileRange], list[FileRange]]:
-    """Return the parts of ranges in pages of files that they fill, and the other parts."""
+    """Return the parts of ranges in pages of files that they fill, and the other parts.
+
+    For example, with pages of 4096 bytes, bytes 4000 to 9000 of a file fill the page from 4096 to 8192.
+    """
     whole: list[FileRange] = []
     edges: list[FileRange] = []
     for run in _contiguous_runs(ranges):

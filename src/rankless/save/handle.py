@@ -1,9 +1,9 @@
 """The handle that a save returns.
 
-Each rank gets one from its call, and may wait for it in any thread but that of the save. It waits for this process
-only. :mod:`rankless.save.background` makes it, for training saves and for saves of one component; Lightning's
-strategies, torchtitan's manager, DeepSpeed's engine and ColossalAI's booster keep it or return it. It is public: the
-names of its methods must stay. A listener of a save must not wait for that save: the wait would never end.
+Each rank gets one from its call, and may wait for it in any thread but the save's own. It waits for this process only.
+:mod:`rankless.save.background` makes it, for training saves and for saves of one component; Lightning's strategies,
+torchtitan's manager, DeepSpeed's engine and ColossalAI's booster keep it or return it. It is public: the names of its
+methods must stay. A listener of a save must not wait for that save: the wait would never end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SaveHandle(Generic[Result]):
     ) -> None:
         #: The path of the checkpoint's directory or file, which exists once the save is committed.
         self.path = path
-        #: The number of seconds for which the call blocked.
+        #: The number of seconds that the call blocked.
         self.blocking_seconds = blocking_seconds
         self._done = done
         self._local: Future[Any] = done if local is None else local
@@ -55,7 +55,7 @@ class SaveHandle(Generic[Result]):
         return self._done.done() and self._done.exception() is not None
 
     def wait(self, timeout: float | None = None) -> Result:
-        """Wait until the save has ended, and return what was committed.
+        """Wait until the save has ended, and return its result.
 
         Args:
             timeout: The maximum number of seconds to wait. ``None`` means no limit.
@@ -67,7 +67,7 @@ class SaveHandle(Generic[Result]):
             RankTimeoutError: The save is still in progress after ``timeout`` seconds.
             StateError: The save can never end while this caller waits: the process was forked from the one that
                 saves, or the caller is an event listener of the save.
-            Exception: The error with which the save failed.
+            Exception: The error that the save failed with.
         """
         self._wait_for(self._done, timeout)
         self._is_reported = True

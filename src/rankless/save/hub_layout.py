@@ -1,4 +1,4 @@
-"""The form in which ``save_pretrained`` stores a model, for the checkpoint, which has the tensors as in memory.
+"""The form that ``save_pretrained`` gives to a model, for the checkpoint, which has the tensors as in memory.
 
 :mod:`rankless.save.training_content` calls it in the commit. Exports read the file: its form is part of the format.
 """
@@ -34,7 +34,7 @@ def hub_layout_files(models: Mapping[str, object], plan: SavePlan, values: Mappi
 def find_hub_layout(model: object, infos: Mapping[str, TensorInfo], values: Mapping[str, Any]) -> HubLayout:
     """Return how ``save_pretrained`` would store a model, given its tensors and values in the checkpoint.
 
-    It is empty if rankless cannot follow what transformers does.
+    It is empty if rankless cannot follow the changes by transformers.
     """
     names = flat_names(select_described(values))
     infos = {names.get(name, name): info for name, info in infos.items()}

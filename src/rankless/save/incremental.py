@@ -1,18 +1,20 @@
-"""``IncrementalSave``: the steps that find out, on all ranks together, what a save need not write.
+"""``IncrementalSave``: the steps that find out, on all ranks together, which bytes a save need not write.
 
 1. In the vote on the preparation each rank compares samples of its tensors with the files of the base. Training that
    changes everything ends here: nothing was read or hashed for nothing.
-2. Rank 0 links the files of which all samples match, and, if the file system can clone ranges, those of which some do.
-3. All ranks hash what they hold of these files. Rank 0 compares the CRCs with those of the base. Files with equal CRCs
-   stay links; unchanged ranges of the others are cloned.
+2. Rank 0 links the files if all their samples match, and, if the file system can clone ranges, also if some of them
+   match.
+3. All ranks hash the parts of these files that they hold. Rank 0 compares the CRCs with the base's CRCs. Files with
+   equal CRCs stay links; unchanged ranges of the others are cloned.
 
-With ``staging="overlapped"``, whose caller promises that only optimizer steps change parameters, frozen parameters that
-torch has not seen change are trusted in the third step, so that the call returns early. They are hashed in the
-background, before anything is committed.
+With ``staging="overlapped"`` the caller promises that only optimizer steps change parameters. Then frozen parameters
+that torch has not seen change are trusted in the third step, so that the call returns early. They are hashed in the
+background, before anything is committed. For example, in a fine-tuning with a frozen encoder, the files of the encoder
+stay links.
 
 Both outputs have one on every rank. The first and third step run in the thread of the caller, the check of trusted
 parameters in the thread of the save. A byte that is not written must have been hashed for this save, or be checked
-before the commit: versions and samples decide only what is hashed, and when.
+before the commit: versions and samples only decide which bytes are hashed, and when.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from rankless.process.prepared_types import prepared
 from rankless.save.base_checkpoint import TensorVersions
 from rankless.save.shared_files import SharedFiles
 
-#: The share of the bytes of a save from which on sharing is worth its vote. States of random generators, which many
+#: Sharing is worth its vote from this share of the bytes of a save on. States of random generators, which many
 #: trainings never use, are less.
 _MIN_SHARE = 0.001
 
@@ -44,7 +46,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Candidates(msgspec.Struct, frozen=True, array_like=True):
-    """Files, by number, that may be unchanged: as a ``whole``, or ``partial`` ones of which some tensors may be."""
+    """Files, by number, that may be unchanged as a ``whole``, and ``partial`` ones: some of their tensors may be."""
 
     whole: list[int] = []
     partial: list[int] = []
@@ -63,7 +65,7 @@ class Candidates(msgspec.Struct, frozen=True, array_like=True):
 
 @prepared
 class _UnchangedDecision(msgspec.Struct, frozen=True, array_like=True):
-    """Rank 0's decision on the hashes: ranges that need not be written, if some are trusted, and what has begun."""
+    """Rank 0's decision on the hashes: ranges that need not be written, if some are trusted, and the begun output."""
 
     omitted: dict[int, Sequence[ElementRange]]
     has_trusted: bool
@@ -71,7 +73,7 @@ class _UnchangedDecision(msgspec.Struct, frozen=True, array_like=True):
 
 
 class IncrementalSave:
-    """The part of a save that finds what it can share with a base.
+    """The part of a save that finds the bytes that it can share with a base.
 
     ``folder`` has the files of the base; ``None`` in an object store, where a read of them takes requests. ``versions``
     are the versions of this rank's frozen parameters when the base was saved.
@@ -82,10 +84,10 @@ class IncrementalSave:
         self._plan: SavePlan = EMPTY_PLAN
         self._tensors: Mapping[tuple[str, str], TensorBytes] = {}
         self._number = 0
-        #: On rank 0, the files of the base that may be shared, and what the new checkpoint shares.
+        #: On rank 0, the files of the base that may be shared, and the sharing of the new checkpoint.
         self.files: SharedFiles | None = None
         self.unchanged = NOTHING_UNCHANGED
-        #: The bytes of tensors that the new checkpoint shares, and what all ranks must know of the files to be written.
+        #: The bytes of tensors that the new checkpoint shares, and facts for all ranks about the files to be written.
         self.shared_nbytes, self.begun = 0, b""
         #: On rank 0, the sums of the bytes that were hashed before the call returned.
         self._sums: BlockSums | None = None
@@ -121,7 +123,7 @@ class IncrementalSave:
         return candidates if shared >= _MIN_SHARE * sum(sizes) else Candidates()
 
     def omit_unchanged(self, whole: Collection[int], partial: Collection[int], versions: TensorVersions) -> SavePlan:
-        """Hash the candidates, and return the plan without what need not be written. All ranks must call this.
+        """Hash the candidates, and return the plan without ranges that need not be written. All ranks must call this.
 
         ``whole`` files may be unchanged, and parts of ``partial`` ones. Frozen parameters that have the same
         ``versions`` as in the base are trusted for now.
@@ -147,7 +149,7 @@ class IncrementalSave:
         return omit_ranges(self._plan, decision.omitted)
 
     def find_frozen_files(self, versions: TensorVersions) -> list[int]:
-        """Return the files of which this rank has only frozen parameters that torch has not seen change.
+        """Return the files if this rank has only frozen parameters of them, and torch has not seen these change.
 
         An output in an object store calls it on each rank in the vote that opens the output.
         """
@@ -164,7 +166,7 @@ class IncrementalSave:
         return key in versions and versions[key].changes >= 0 and versions[key] == self._base_versions.get(key)
 
     def _settle(self, sums: BlockSums) -> bytes:
-        """Decide what is shared, and create the other files. Called on rank 0."""
+        """Decide which bytes are shared, and create the other files. Called on rank 0."""
         files = self._require_files()
         omitted, begun = files.settle(sums.matching_blocks(files.crcs, self._plan.tensor_sizes))
         self.unchanged, self._sums = files.unchanged_blocks(omitted), sums

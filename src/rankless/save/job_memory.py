@@ -1,4 +1,4 @@
-"""The memory of a job: what it has loaded from and saved into run directories, which its next saves there continue.
+"""The memory of a job: its loads from and saves into run directories. Its next saves there continue them.
 
 Each :class:`~rankless.run_directory.RunDirectory` has one in each process; the functions of :mod:`rankless.api` share
 one. Claims and bases in it are used on rank 0, in the votes of a save. Links to a folder must lead to one memory: a job
@@ -17,7 +17,7 @@ from rankless.save.base_checkpoint import KnownRun
 
 
 class DirectoryMemory(msgspec.Struct, frozen=True):
-    """The history of a job in one run directory, and what its saves know of that."""
+    """The history of a job in one run directory, and the knowledge of its saves about that."""
 
     history: JobHistory
     known: KnownRun
@@ -37,7 +37,7 @@ class JobMemory:
         self._directories: dict[Path, DirectoryMemory] = {}
 
     def of(self, run: Path) -> DirectoryMemory:
-        """Return what is known of a run directory. Links to it lead to the same."""
+        """Return the knowledge about a run directory. Links to it lead to the same object."""
         if run not in self._directories:
             real = run.resolve()
             new = DirectoryMemory(JobHistory(runs=self.runs, numbering=numbering_of(real)), KnownRun())

@@ -1,4 +1,4 @@
-"""Metrics of a save: numbers by name, or tensors of one element, whose values are read when they are stored.
+"""Metrics of a save, such as ``{"loss": 0.5}``: numbers, or tensors of one element. A save reads these when it is due.
 
 :meth:`rankless.Checkpointer.step` checks and copies metrics on each rank, at each step; a save reads them, on each rank
 to check them, and on rank 0 for the manifest. A read of a tensor waits for its device: only a save that is due may do
@@ -45,7 +45,7 @@ def check_metrics(metrics: object) -> None:
 def read_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
     """Return metrics as the manifest stores them: those that are not finite are ``None``.
 
-    Raises ``InvalidArgumentError``.
+    Raises ``InvalidArgumentError``. For example, ``{"loss": nan}`` becomes ``{"loss": None}``.
     """
     check_metrics(metrics)
     numbers = {

@@ -1,7 +1,7 @@
 """An attempt to write a checkpoint into a run in an object store: uploads by all ranks, and a pointer to the result.
 
 Nothing is replaced and nothing is renamed: see :mod:`rankless.run.object_run`. If the save dies at any moment, readers
-still see the checkpoint before. What it has uploaded stays below a name of its own, until it is cleaned up.
+still see the checkpoint before. Its uploads stay below a name of their own, until they are cleaned up.
 
 Saves and drains open one for each attempt, on every rank: see :class:`~rankless.save.run_output.RunOutput` for the
 votes. The order must stay: files complete, the manifest last, then the pointer, then removals. A folder that may have a
@@ -57,7 +57,7 @@ class _BegunUpload(msgspec.Struct, frozen=True, array_like=True):
 
 @prepared
 class _Unchanged(msgspec.Struct, frozen=True, array_like=True):
-    """The files, by number, of whose tensors this rank has seen no change since the base was saved; the base's id."""
+    """The files, by number, with tensors that this rank has not seen change since the base was saved; the base's id."""
 
     base: str
     files: list[int]
@@ -80,7 +80,7 @@ class RunObjectOutput:
         self._new, self._run, self._ranks, self._known = new, run, ranks, known
         self._plan, self._base, self.shared_nbytes = EMPTY_PLAN, known.uploaded, 0
         self._versions: TensorVersions = {}
-        #: What finds unchanged bytes, if there is a base, and on rank 0 what has the store copy them.
+        #: The search for unchanged bytes, if there is a base, and on rank 0 the object that lets the store copy them.
         self._incremental: IncrementalSave | None = None
         self._copies: CopiedFiles | None = None
         self._begun = _BegunUpload("", [])
@@ -254,7 +254,8 @@ class RunObjectOutput:
     def _check_store(self, written: ObjectPath, data: bytes) -> None:
         """Warn if the store writes an object that exists, although the request forbids it."""
         self._known.has_checked_store = True
-        # Also a request whose first answer was lost reports a success. That does not happen twice.
+        # Also a request that is sent again, because its first answer was lost, reports a success. That does not happen
+        # twice.
         if all(self._run.store.create_object(written, data) for _ in range(2)):
             warn_caller(
                 f"the store of {self._run} ignores the condition that an object must not exist. If two jobs save the "

@@ -1,4 +1,4 @@
-"""The publication of a checkpoint in an object store: its pointer, and what is removed after it, or instead of it.
+"""The publication of a checkpoint in an object store: its pointer, and the removals after it, or instead of it.
 
 Rank 0 does all of it.
 
@@ -53,7 +53,7 @@ def _allow(*_: Manifest) -> None:
 class PublicationChecks:
     """The checks right before a pointer is created, and right after it, of its checkpoint. Each raises an error.
 
-    A request may hang for minutes, in which another job may continue the run.
+    A request may hang for minutes, and another job may continue the run meanwhile.
     """
 
     before: Callable[[], None] = _allow
@@ -122,11 +122,12 @@ class ObjectPublication:
         """Create a pointer. Return whether it counts: whether no other process has created it, or a higher one."""
         path = pointer_path(self._run, self._tag, number)
         self._possible_numbers.add(number)
-        # A store whose conditions are not atomic, or which ignores them, may let two writers create one object. What it
-        # says to exist may be the pointer of an attempt whose answer was lost, or wrong.
+        # A store with conditions that are not atomic, or which ignores them, may let two writers create one object. If
+        # it says that the pointer exists, an attempt may have created it without getting the answer, or the store is
+        # wrong.
         stored = path.store.read_back(path) if path.store.create_object(path, data) else find_bytes(path)
         if stored != data:
-            if is_pointer(stored):  # another save's; what is no pointer may be the answer of a proxy
+            if is_pointer(stored):  # another save's; bytes that are no pointer may be the answer of a proxy
                 self._possible_numbers.discard(number)
             return False
         if find_highest_number(self._run, self._tag) > number:  # another process has removed the lower ones meanwhile
@@ -167,7 +168,7 @@ class ObjectPublication:
     ) -> None:
         """Remove the replaced checkpoint and those that are not kept. Failures only warn: the new one is committed.
 
-        What a load found ``corrupt`` is not removed: it only loses its pointer.
+        A checkpoint that a load found ``corrupt`` is not removed: it only loses its pointer.
 
         Called after the commit.
         """
@@ -194,7 +195,7 @@ class ObjectPublication:
             delete_replaced(self._run, entry)
 
     def discard(self) -> None:
-        """Delete what was uploaded, unless it is published, or that is unknown.
+        """Delete the uploaded objects, unless they are published, or that is unknown.
 
         Called in the rollback of a save.
         """

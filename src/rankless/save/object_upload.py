@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def note_of(checkpoint_id: str) -> Mapping[str, str]:
-    """Return what is stored with each object of a checkpoint.
+    """Return the metadata of each object of a checkpoint.
 
     Rank 0 passes it to each upload that it begins.
     """
@@ -101,7 +101,7 @@ class ObjectUpload:
     def finish(self, make_manifest: MakeManifest, publish: Callable[[Manifest], Manifest]) -> Manifest:
         """Send the parts with headers. Then rank 0 completes all files, and publishes the checkpoint.
 
-        ``publish`` is called on rank 0 with the manifest when that is written. Return what it returns.
+        ``publish`` is called on rank 0 with the manifest when that is written. Return its result.
 
         All ranks call it. It holds the vote "completing the files".
         """

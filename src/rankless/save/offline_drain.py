@@ -1,7 +1,9 @@
-"""The drain of what a job has left in the local tier of a host, by a process of its own, after the job has ended.
+"""The drain of a host's local tier by a process of its own, after the job has ended.
 
 If all parts of the newest checkpoint are on this host, it is written into the run directory. Else the host puts its
-parts there (:mod:`rankless.tier.parts_in_run`), and the process that finds all of them writes the checkpoint.
+parts there (:mod:`rankless.tier.parts_in_run`), and the process that finds all of them writes the checkpoint. For
+example, ranks 0-7 have left their parts on host a, and ranks 8-15 on host b: both hosts put theirs into the run
+directory, and the second one writes the checkpoint.
 
 ``rankless drain`` and :func:`rankless.drain` call it in one process for each host. A load calls
 :func:`publish_collected` on rank 0, in the vote "finding the checkpoint to load". The lock of the folder is taken
@@ -91,14 +93,14 @@ def drain(
         on_event: A function that is called with each event.
 
     Returns:
-        What was done, and which parts are missing.
+        A report of the drain, with the parts that are missing.
 
     Raises:
         NoCheckpointError: No job has used the folder.
         StateError: The job still runs on this host, or another process drains the folder.
         TagExistsError: The run directory has another checkpoint with its tag.
         StorageError: The file system, or the object store, reported an error.
-        InvalidArgumentError: The folder is that of another run.
+        InvalidArgumentError: The folder belongs to another run.
     """
     run, tier = parse_location(path), as_local_tier(local)
     if tier is None:
@@ -120,7 +122,7 @@ def drain(
 
 
 def publish_collected(run: Path, on_event: OnEvent = ignore_event) -> CheckpointInfo | None:
-    """Write the newest checkpoint whose parts are all in the run directory, unless a newer one is there."""
+    """Write the newest checkpoint that has all its parts in the run directory, unless a newer checkpoint is there."""
     collected = CollectedParts.of(run)
     return _HostDrain(run, collected.folder, on_event).publish_complete() if collected.exist else None
 
@@ -137,13 +139,13 @@ class _HostDrain:
         self.problems: dict[str, None] = {}
 
     def run(self) -> DrainResult:
-        """Publish the newest checkpoint, or put what this host has of it into the run directory."""
+        """Publish the newest checkpoint, or put this host's parts of it into the run directory."""
         result = self._drain_newest()
         self._collected.remove_outdated(self._run)
         return replace(result, problems=tuple(self.problems))
 
     def publish_complete(self) -> CheckpointInfo | None:
-        """Publish the newest checkpoint of which all parts are there, if one is pending."""
+        """Publish the newest checkpoint that has all its parts there, if one is pending."""
         for generation in self._list_pending():
             own = {} if store_of(self._run).is_remote else self._find_intact(generation)
             if generation.is_complete and (info := self._publish(generation, own)):
@@ -192,7 +194,7 @@ class _HostDrain:
         return found[0] if found else generation
 
     def _find_intact(self, generation: HostGeneration) -> dict[int, PartTable]:
-        """Return the tables of the parts on this host whose bytes are intact."""
+        """Return the tables of the parts on this host that have intact bytes."""
         self.problems.update(dict.fromkeys(generation.problems))
         tables, folder = generation.tables, self._folder.path
         return {rank: table for rank, table in tables.items() if self._is_intact(folder / table.data, table)}
@@ -208,7 +210,7 @@ class _HostDrain:
         return corrupt is None
 
     def _put(self, generation: HostGeneration, intact: Mapping[int, PartTable]) -> HostGeneration:
-        """Put the parts of this host into the run directory. Return the generation with what is there now."""
+        """Put the parts of this host into the run directory. Return the generation with the parts there now."""
         try:
             for rank in sorted(intact.keys() - generation.collected.keys()):
                 table = intact[rank]
@@ -251,7 +253,7 @@ class _HostDrain:
         others: Mapping[int, PartTable],
         paths: Mapping[int, Path],
     ) -> CheckpointInfo | None:
-        """Write a checkpoint from own parts, and others in the run directory, whose bytes are at ``paths``."""
+        """Write a checkpoint from own parts, and from others in the run directory: their bytes are at ``paths``."""
         broken = [table for rank, table in others.items() if not self._is_intact(paths[rank], table)]
         for table in broken:  # its host may put it again
             self._collected.folder.remove_table(table.name.name)

@@ -1,8 +1,8 @@
 """The interface between a save and the run that it writes into: one attempt to write a checkpoint, and to publish it.
 
-A save and a drain say what is written (:class:`SavedContent`). An output says where, and how it appears at once:
-:class:`rankless.save.folder_output.RunFolderOutput` by a rename,
-:class:`rankless.save.object_output.RunObjectOutput` by a pointer. Neither side knows which class the other one is.
+A save and a drain define the content (:class:`SavedContent`). An output says where, and how it appears at once:
+:class:`rankless.save.folder_output.RunFolderOutput` by a rename, :class:`rankless.save.object_output.RunObjectOutput`
+by a pointer. Neither side knows which class the other one is.
 
 :mod:`rankless.save.training_content` and :mod:`rankless.save.generation_content` open one on every rank. The order of
 the calls must stay: prepare, begin, join, omit, verify, write, then the removal of old checkpoints.
@@ -42,13 +42,13 @@ NO_RECORDS: Records = {}
 
 
 class NewTag(msgspec.Struct, frozen=True):
-    """The tag of a run that a checkpoint is to get, and the rules by which it takes the tag.
+    """The tag of a run that a checkpoint is to get, and the rules for taking the tag.
 
     ``overwrite``: it replaces the checkpoint that has the tag, unless that is newer. ``corrupt``: checkpoints that a
-    load found corrupt, whose tags it may take. ``keep``: which checkpoints are kept after it. ``job``: what the job
-    knows of the history. ``tier``: the tier that the bytes come from; then no other job may have continued the run.
-    ``incremental``: it shares unchanged bytes with the checkpoint before, unless its number is a multiple of
-    ``keep_full_every``.
+    load found corrupt: it may take their tags. ``keep``: which checkpoints are kept after it; for example ``step_20``
+    with ``KeepLast(1)`` removes ``step_10``. ``job``: the job's knowledge of the history. ``tier``: the tier that the
+    bytes come from; then no other job may have continued the run. ``incremental``: it shares unchanged bytes with the
+    checkpoint before, unless its number is a multiple of ``keep_full_every``.
     """
 
     run: Path
@@ -68,7 +68,7 @@ class NewTag(msgspec.Struct, frozen=True):
 
 
 class LiveTensors(msgspec.Struct, frozen=True):
-    """The tensors of a rank while a save is prepared: what an output may compare with the checkpoint before.
+    """The tensors of a rank while a save is prepared: an output may compare them with the checkpoint before.
 
     ``frozen`` are the parameters without gradients, with their ``versions``. ``number`` counts the saves of this plan.
     """
@@ -92,12 +92,12 @@ class SavedContent(Protocol):
         """
 
     def build_small_files(self, payloads: Sequence[bytes]) -> Mapping[str, bytes]:
-        """Return the files without tensor data, by name, on rank 0."""
+        """Return the files without tensor data, by name, on rank 0. For example, ``state.json``."""
 
     def begin_commit(self, folder: Path | None = None, payloads: Sequence[bytes] = ()) -> None:
         """Note on rank 0 that all ranks have written theirs.
 
-        In a ``folder``, write what they left to rank 0: the ``payloads`` are those of :meth:`write_files`.
+        In a ``folder``, write the bytes that they left to rank 0: :meth:`write_files` has returned the ``payloads``.
         """
 
     def make_manifest(self, files: dict[str, FileRecord]) -> Manifest:
@@ -108,7 +108,7 @@ class RunOutput(Protocol):
     """One attempt to write a checkpoint into a run. All ranks have one, and call :meth:`write` together.
 
     Rank 0 decides in the vote that prepares a save or a drain: there all ranks call :meth:`prepare`, and rank 0
-    :meth:`begin`. After the vote all ranks call :meth:`join` with what that returned.
+    :meth:`begin`. After the vote all ranks call :meth:`join` with the bytes that :meth:`begin` returned.
     """
 
     @property
@@ -126,7 +126,7 @@ class RunOutput(Protocol):
         witness: int | None = None,
         bytes_of: ProviderOf | None = None,
     ) -> bytes:
-        """Take the plan of this rank. Return what rank 0 must know of this rank to begin.
+        """Take the plan of this rank. Return the bytes that rank 0 must know of this rank to begin.
 
         With ``tensors``, bytes that the checkpoint before has may be shared. ``bytes_of`` are the bytes of the plan's
         file ranges, if all of them are there and never change: a drain's. ``witness`` is a rank on another host than
@@ -137,15 +137,15 @@ class RunOutput(Protocol):
         """Return whether the run has the checkpoint under the tag, on rank 0."""
 
     def begin(self, saved: KnownCheckpoint, posted: Sequence[bytes], records: Records = NO_RECORDS) -> bytes:
-        """Create what is to be written, on rank 0. Return what all ranks must know of it.
+        """Create the new files or objects, on rank 0. Return the bytes that all ranks must know of them.
 
-        ``posted`` are the results of :meth:`prepare` of all ranks; none if nothing is shared. ``records`` are those of
-        files whose bytes were hashed before, as a drain's: such a file may be shared if an earlier checkpoint has the
-        record. Then all ranks compare their bytes with that file.
+        ``posted`` are the results of :meth:`prepare` of all ranks; none if nothing is shared. ``records`` are the
+        records of files that were hashed before, as a drain's: such a file may be shared if an earlier checkpoint has
+        the record. Then all ranks compare their bytes with that file.
         """
 
     def join(self, begun: bytes) -> None:
-        """Take part in what rank 0 has begun."""
+        """Take part in the output that rank 0 has begun."""
 
     def omit_unchanged(self, *, trusts_versions: bool) -> SavePlan:
         """Return the plan without the bytes that need not be written. It may end in a vote.
@@ -168,20 +168,20 @@ class RunOutput(Protocol):
         """
 
     def remove_old(self) -> None:
-        """Remove what was replaced and what is not kept, after the commit: on rank 0, for which no rank waits.
+        """Remove the replaced checkpoint, and all that are not kept, after the commit: on rank 0. No rank waits for it.
 
         It raises nothing, or rank 0 alone would fail: the checkpoint is committed. A failure warns.
         """
 
     def discard(self) -> None:
-        """Remove what was written, after a failure, unless it is committed or that is unknown.
+        """Remove the written files, after a failure, unless they are committed or that is unknown.
 
         Each rank calls it in the rollback; only rank 0 has something to remove.
         """
 
 
 def open_output(new: NewTag, ranks: WritingRanks, known: KnownRun) -> RunOutput:
-    """Return an output for a run, of which this process has ``known`` something. Nothing is created.
+    """Return an output for a run. ``known`` is this process's knowledge about it. Nothing is created.
 
     The modules of each kind are imported if it is used.
 

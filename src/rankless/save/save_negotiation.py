@@ -2,8 +2,8 @@
 
 Each rank posts an announcement of 77 bytes, mostly digests; in its first save, the name of its host follows, and then
 16 bytes for each value that ranks only compare. Only new or differing specs and values are sent in full, each distinct
-one once. If a rank has the same tensors as in the save before, it also posts what it prepares for the output: if that
-is so on all ranks, rank 0 opens the output in this first vote.
+one once. If a rank has the same tensors as in the save before, it also posts the bytes that it prepares for the output:
+if that is so on all ranks, rank 0 opens the output in this first vote.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from rankless.storage.posix import host_id, host_name
 _KEY_BYTES, _VALUES_BYTES, _HOST_BYTES = 8, 16, 8
 
 #: An announcement: the key of the plan in the rank's cache, the digests of its spec, its meshes, its values and its
-#: host name, the size of its per-rank values, and those of what follows: the host name, and what the rank has prepared.
-#: After these comes a digest table.
+#: host name, the size of its per-rank values, and the sizes of the two fields that follow: the host name, and the bytes
+#: that the rank has prepared. After these comes a digest table.
 _ANNOUNCEMENT = struct.Struct(f"<{_KEY_BYTES}s16s16s{_VALUES_BYTES}s{_HOST_BYTES}sQBI")
 
 #: The most names in a warning.
@@ -94,7 +94,8 @@ class _GlobalDecision(msgspec.Struct, frozen=True):
     ``key`` identifies the plan. ``spec_directory`` is ``None`` if all ranks have this plan in their caches.
     ``value_ranks`` are the ranks that must send their values, or empty if all values are equal. ``host_runs`` are the
     hosts of consecutive ranks: the number of a host, and the number of ranks on it. ``differing`` are the names of
-    values that only rank 0 stores and that differ between ranks. ``opened`` is the result of :class:`EarlyOpening`.
+    values that only rank 0 stores and that differ between ranks. ``opened`` is the result of :class:`EarlyOpening`. For
+    example, ``host_runs`` of ``[(0, 8), (1, 8)]`` means ranks 0 to 7 on host 0, and 8 to 15 on host 1.
     """
 
     key: bytes
@@ -164,7 +165,7 @@ def negotiate_save(
     that were found to differ between ranks and are stored for each rank. ``has_metrics``: this rank was passed some.
 
     All ranks of a training save, or of one component, call it first. It holds the vote "looking at what to save", and,
-    if specs or values are new, the vote "exchanging tensor specs". ``early``: what a training save does in the first.
+    if specs or values are new, the vote "exchanging tensor specs". ``early``: the work of a training save in the first.
     """
     one = _Negotiation(request, session, cached_key, differing, has_metrics, early)
     raw = vote_same_call(session, "looking at what to save", request.describe_call, one.announce, one.decide)
@@ -264,13 +265,13 @@ def name_differing(session: Session, agreement: SaveAgreement) -> list[str]:
 
 
 def describe_differing(names: Sequence[str], outcome: str) -> str:
-    """Return a warning about values that differ between ranks; ``outcome`` says what becomes of them."""
+    """Return a warning about values that differ between ranks; ``outcome`` says which ones count."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"ranks hold different values of {', '.join(names[:_SHOWN])}{more}: {outcome}"
 
 
 class _SaveAnnouncement(NamedTuple):
-    """The parts of an announcement. ``fixed`` are those of :data:`_ANNOUNCEMENT`."""
+    """The parts of an announcement. ``fixed`` are the parts in :data:`_ANNOUNCEMENT`."""
 
     fixed: tuple[Any, ...]
     host_name: bytes
@@ -315,7 +316,7 @@ def _decide_globally(request: SaveRequestProtocol, announcements: Sequence[_Save
 
 
 def _find_left_out(tables: Sequence[bytes], name: str) -> int | None:
-    """Return the first rank that has a value of which rank 0, whose value is stored, has none; else ``None``."""
+    """Return the first rank that has a value if rank 0, which stores its own, has none; else ``None``."""
     holding = {table for table in {*tables} if has_name(table, name)}  # tables of very many ranks are mostly equal
     if tables[COORDINATOR_RANK] in holding:
         return None

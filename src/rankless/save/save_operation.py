@@ -1,8 +1,7 @@
 """``SaveOperation``: the steps of every save, from training objects to a committed output, on all ranks together.
 
-There is one operation. What it saves is a content: a training state
-(:class:`~rankless.save.training_content.TrainingContent`, with the local tier in between
-:class:`~rankless.save.tier_content.TierContent`), a generation of the local tier
+There is one operation. It saves a content: a training state (:class:`~rankless.save.training_content.TrainingContent`,
+with the local tier in between :class:`~rankless.save.tier_content.TierContent`), a generation of the local tier
 (:class:`~rankless.save.generation_content.GenerationContent`), or one component
 (:class:`~rankless.components.component_content.ComponentContent`). A content has an output, which says where the bytes
 go and how they appear at once. The operation knows the class of neither.
@@ -53,7 +52,7 @@ class SavedShare:
         self.attempt = 0
         #: The staged copies, if all ranks have staged theirs.
         self.staged: StagedTensors | None = None
-        #: What this rank has staged, also if another one has failed.
+        #: The tensors that this rank has staged, also if another one has failed.
         self.own_staged: StagedTensors | None = None
         #: Set when the training objects are no longer needed.
         self.copied = threading.Event()
@@ -111,7 +110,7 @@ class SavedShare:
         self.release_tensors()
 
     def forget_staged(self) -> None:
-        """Drop what was staged, when the save has ended: other ranks may be waited for after that."""
+        """Drop the staged tensors, when the save has ended: other ranks may be waited for after that."""
         self.staged = self.own_staged = None
         self._wait_for_copies = lambda: None
 
@@ -151,7 +150,7 @@ class Content(Protocol[Saved_co]):
         """Write the files, and publish them when all ranks have written theirs."""
 
     def follow_up(self) -> Saved_co:
-        """Do what is left after the commit, and return the result. Contents with :attr:`has_follow_up` have it."""
+        """Do the rest after the commit, and return the result. Contents with :attr:`has_follow_up` have it."""
 
     def mark_returned(self) -> float:
         """Record that the call returns to the caller, and return for how many seconds it blocked.
@@ -160,7 +159,7 @@ class Content(Protocol[Saved_co]):
         """
 
     def roll_back(self, error: BaseException) -> None:
-        """Remove what was written, unless it has its final name already. Each rank calls it for itself."""
+        """Remove the written files, unless they have their final names already. Each rank calls it for itself."""
 
 
 @final
@@ -190,7 +189,7 @@ class SaveOperation(Generic[Result]):
         self.content.verify_copies()
 
     def finish(self, on_committed: Callable[[], None] = lambda: None) -> Result:
-        """Write, commit, and do what follows. ``on_committed`` is called before what follows, if there is something.
+        """Write, commit, and do the rest. ``on_committed`` is called before the rest, if there is some.
 
         Then the next save may begin.
         """
@@ -209,7 +208,7 @@ class SaveOperation(Generic[Result]):
 
     @contextmanager
     def rollback_on_error(self) -> Iterator[None]:
-        """Remove what was written if a step inside the ``with`` block fails. A committed checkpoint stays."""
+        """Remove the written files if a step inside the ``with`` block fails. A committed checkpoint stays."""
         process = os.getpid()
         try:
             yield

@@ -1,7 +1,7 @@
 """The arguments of a save, and their checks.
 
 :class:`~rankless.run_directory.RunDirectory` makes one on each rank; the vote "looking at what to save" compares,
-checks and asks it. An argument on which the files or the votes depend must be in :meth:`SaveRequest.describe_call`, or
+checks and asks it. An argument that the files or the votes depend on must be in :meth:`SaveRequest.describe_call`, or
 in :meth:`SaveRequest.packing_key` if the plan depends on it.
 """
 
@@ -43,11 +43,10 @@ class SaveRequest(msgspec.Struct, frozen=True):
     """A request to save a training state as the checkpoint ``path/tag``.
 
     ``options``: as the caller passed them; they are checked together with the other arguments. ``forced``: save even if
-    the policy ``keep`` lacks a metric. ``job``: what the job knows of the history of the run directory. ``corrupt``:
-    checkpoints whose tags the save may take.
-    ``known_tags``: the names that are taken in the run directory, if they are known without reading it. ``local``: the
-    options of the local tier, as text. ``on_event``: the listener of this save, which calls that of the options.
-    ``began``: the start of the call, in ``time.perf_counter`` seconds.
+    the policy ``keep`` lacks a metric. ``job``: the job's knowledge of the history of the run directory. ``corrupt``:
+    checkpoints that the save may take the tags of. ``known_tags``: the names that are taken in the run directory, if
+    they are known without reading it. ``local``: the options of the local tier, as text. ``on_event``: the listener of
+    this save, which calls the options' listener. ``began``: the start of the call, in ``time.perf_counter`` seconds.
     """
 
     path: Path
@@ -105,7 +104,7 @@ class SaveRequest(msgspec.Struct, frozen=True):
             self.keep.check_requirements(self.step, self.metrics)
 
     def check_destination(self) -> None:
-        """Raise ``TagExistsError`` on rank 0 if the tag is taken, and the save must not replace what has it.
+        """Raise ``TagExistsError`` on rank 0 if the tag is taken, and the save must not replace its checkpoint.
 
         Raises ``SupersededError`` instead if another job has continued the run.
 
@@ -154,7 +153,7 @@ class SaveRequest(msgspec.Struct, frozen=True):
         )
 
     def _is_interrupted_copy(self, final: Path) -> bool:
-        """Return whether the publication hides what has the tag."""
+        """Return whether the publication hides the checkpoint that has the tag."""
         from rankless.run.interrupted_copy import is_interrupted_copy  # noqa: PLC0415 - few saves find their tag taken
 
         return is_interrupted_copy(final, self.training.files)
@@ -182,7 +181,7 @@ class SaveRequest(msgspec.Struct, frozen=True):
 
 
 def _check_files(files: object) -> None:
-    """Raise ``InvalidArgumentError`` unless these are small files whose names no other file of a checkpoint has."""
+    """Raise ``InvalidArgumentError`` unless these are small files with names of their own in a checkpoint."""
     if not isinstance(files, Mapping):
         raise InvalidArgumentError(f"files must be a dict of bytes by name; got {type(files).__qualname__}")
     for name, data in files.items():

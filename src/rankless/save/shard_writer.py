@@ -45,7 +45,7 @@ class ShardWriter:
 
     ``attempt`` counts the writes in a session: an earlier write may have left messages.
 
-    What the methods read follows what the caller has enqueued on the accelerators that hold the tensors.
+    The reads of the methods come after the work that the caller has enqueued on the accelerators with the tensors.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class ShardWriter:
     def _write_and_exchange(
         self, files: Sequence[Path], staged: StagedTensors | None, p2p: P2PExchange, on_moved: OnBytesMoved
     ) -> Fragments:
-        """Write what this rank assembles and holds, except bytes in cells that another host writes: send these."""
+        """Write the bytes that this rank assembles and holds, but send those in cells that another host writes."""
         cells = CellExchange(self._plan.sent, self._plan.received, p2p, StoreMessages(self._session, self._attempt))
         striped: Fragments = {}
         if staged is None:

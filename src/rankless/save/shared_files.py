@@ -1,4 +1,4 @@
-"""The interface between the search for unchanged bytes and what shares them, on rank 0.
+"""The interface between the search for unchanged bytes and the code that shares them, on rank 0.
 
 :mod:`rankless.save.incremental` calls it in the decision of the vote "finding unchanged bytes". All ranks must leave
 out the same ranges: they get :class:`SettledFiles` from rank 0.
@@ -15,7 +15,7 @@ from rankless.engine.plan.omitted_ranges import OmittedRanges
 
 
 class SettledFiles(NamedTuple):
-    """The ranges that a save need not write, and what all ranks must know to write the others."""
+    """The ranges that a save need not write, and facts that all ranks need to write the others."""
 
     omitted: OmittedRanges
     begun: bytes = b""
@@ -37,7 +37,7 @@ class SharedFiles(Protocol):
         """The CRCs that the base has of the blocks of tensors in files that may be shared, by the tensor's number."""
 
     def settle(self, matching: Mapping[int, Collection[int]]) -> SettledFiles:
-        """Share what is unchanged, and create the files that are to be written.
+        """Share unchanged bytes, and create the files that are to be written.
 
         ``matching`` has the blocks of each tensor that are unchanged.
         """

@@ -77,7 +77,7 @@ def begin_uploads(files: Mapping[ObjectPath, int], notes: Mapping[str, str], *, 
 
 
 def abort_uploads(uploads: Sequence[Upload]) -> None:
-    """Abort uploads, unless they are complete. What cannot be aborted is left."""
+    """Abort uploads, unless they are complete. Uploads that cannot be aborted are left."""
 
     def abort_quietly(upload: Upload) -> None:
         with suppress(RanklessError):
@@ -98,7 +98,7 @@ def abort_dead_uploads(folder: ObjectPath, files: Collection[ObjectPath]) -> Non
 
 
 class SharedUpload:
-    """The upload of files whose bytes a plan divides. ``uploads`` are what :func:`begin_uploads` has returned."""
+    """The upload of files with bytes that a plan divides. ``uploads`` is the result of :func:`begin_uploads`."""
 
     def __init__(
         self, plan: SavePlan, ranks: WritingRanks, files: Mapping[ObjectPath, FileFrame], uploads: Sequence[str]
@@ -155,7 +155,7 @@ class SharedUpload:
             return uploader.upload(p2p, messages, session.size, on_moved)
 
     def finish(self, complete: Callable[[], bytes]) -> bytes:
-        """Send the parts with headers. Then rank 0 calls ``complete``, whose result all ranks return.
+        """Send the parts with headers. Then rank 0 calls ``complete``. All ranks return its result.
 
         A file of one part is visible as soon as it is sent. If it is the only one, rank 0 has it, because its header is
         dealt to rank 0, and sends it when no rank can fail any more.
@@ -200,7 +200,7 @@ class SharedUpload:
     def complete_uploads(
         self, crcs: Sequence[int] | None = None, *, last: Sequence[int] = (), are_new: bool = False
     ) -> None:
-        """Make the files visible, on rank 0. ``crcs`` are their CRCs; without them, those of the parts count.
+        """Make the files visible, on rank 0. ``crcs`` are their CRCs; without them, the parts' CRCs count.
 
         The files with the numbers ``last`` appear in this order after all others. If they ``are_new``, raise
         ``TagExistsError`` if a path is taken, as far as the store knows such a condition.

@@ -1,7 +1,7 @@
 """A training state that is saved into the local tier: the memory of the hosts first, the run directory later.
 
-When the checkpoint is complete in the tier, the next save may begin. What follows, if the save is to be *drained*, is
-an ordinary write of the staged bytes into the run directory. It is tried again if it fails.
+When the checkpoint is complete in the tier, the next save may begin. If the save is to be *drained*, an ordinary write
+of the staged bytes into the run directory follows. It is tried again if it fails.
 
 The tier is a stage between a training content and its output.
 :class:`~rankless.run_directory.RunDirectory` makes it on all ranks if there is a local tier; the drain runs in the
@@ -158,7 +158,7 @@ class TierContent:
         return info
 
     def _describe(self, rank_values: list[bytes]) -> Common:
-        """Return what the generation has in addition to parts and files, on rank 0."""
+        """Return the values that a generation has in addition to parts and files, on rank 0."""
         training = self._training
         options = training.request.options
         keep_full_every = options.keep_full_every if options.incremental else 1

@@ -40,7 +40,7 @@ from rankless.tier.tier_options import LocalTier
 class _PreparedTierSave(msgspec.Struct, frozen=True, array_like=True):
     """The result of a rank's preparation: the digests of its replicas, and why its host cannot take part, if it cannot.
 
-    ``host`` identifies the folder of its tier, ``domain`` what may fail as a whole with it.
+    ``host`` identifies the folder of its tier, ``domain`` the unit that may fail as a whole with it.
     """
 
     digests: bytes
@@ -53,7 +53,7 @@ class _PreparedTierSave(msgspec.Struct, frozen=True, array_like=True):
 class BegunTierSave(msgspec.Struct, frozen=True, array_like=True):
     """The decision of rank 0. There is no identity if replicas differ, or if a host cannot take part.
 
-    ``hosts`` and ``domains`` are those of all ranks.
+    ``hosts`` and ``domains`` have an entry for each rank.
     """
 
     identity: CheckpointIdentity | None = None
@@ -104,7 +104,7 @@ class TierStage:
         return GenerationKey(identity.incarnation, identity.sequence, identity.id)
 
     def reserve(self, digests: bytes, nbytes: int) -> bytes:
-        """Reserve memory for the part. Return what rank 0 must know; ``digests`` are those of the replicas.
+        """Reserve memory for the part. Return the bytes that rank 0 must know; ``digests`` are the replicas' digests.
 
         Each rank calls it in the vote "preparing the save". It raises nothing if memory is short: then no rank uses the
         tier.
@@ -122,7 +122,7 @@ class TierStage:
         return _encode(_PreparedTierSave(digests, identity, self.options.failure_domain, problem))
 
     def decide(self, posted: Sequence[bytes], plan_save: Callable[[], NextSave]) -> bytes:
-        """Decide on the save, on rank 0, from what all ranks have posted.
+        """Decide on the save, on rank 0, from the bytes that all ranks have posted.
 
         Called in the vote "preparing the save".
         """
@@ -149,7 +149,7 @@ class TierStage:
         return begun
 
     def arena(self, other: Arena) -> Arena:
-        """Return the memory into which the tensors are staged: that of the slot, or ``other`` if there is none."""
+        """Return the memory that the tensors are staged into: the slot's memory, or ``other`` if there is no slot."""
         return other if self._slot is None else _SlotArena(self._slot.memory)
 
     def complete(
@@ -191,7 +191,7 @@ class TierStage:
         return common
 
     def make_redundant(self) -> list[Slot]:
-        """Copy the part to other hosts, or compute parity. Return the pinned slots with what this rank got.
+        """Copy the part to other hosts, or compute parity. Return the pinned slots with the bytes that this rank got.
 
         All ranks call it, in the thread of the save. It holds votes.
         """

@@ -59,7 +59,7 @@ from rankless.state.step_only_tensors import step_only_tensors
 if TYPE_CHECKING:
     from rankless.tier.job import TierJob
 
-#: What becomes of values that differ between ranks, in a warning.
+#: The text of a warning about values that differ between ranks: which ones ranks get back.
 _STORED_BY_RANK = (
     "each rank gets its own back on as many ranks with the same layout; in any other, all get rank 0's; of an "
     "optimizer all get the states that any rank has"
@@ -92,7 +92,7 @@ class SavePlanCache(msgspec.Struct):
 
 @prepared
 class _PreparedSave(msgspec.Struct, frozen=True, array_like=True):
-    """The result of a rank's preparation: the digests of its replicas, and what its output has returned."""
+    """The result of a rank's preparation: the digests of its replicas, and the bytes that its output has returned."""
 
     digests: bytes
     prepared: bytes
@@ -100,7 +100,7 @@ class _PreparedSave(msgspec.Struct, frozen=True, array_like=True):
 
 @prepared
 class _OpenedSave(msgspec.Struct, frozen=True):
-    """The decision of rank 0: the identity of the checkpoint, and what has begun; ``None`` if replicas differ."""
+    """The decision of rank 0: the identity of the checkpoint, and the begun output; ``None`` if replicas differ."""
 
     identity: CheckpointIdentity | None = None
     begun: bytes = b""
@@ -171,11 +171,11 @@ class TrainingContent:
             self.plan_and_open(agreement, choose_identity)
 
     def agree(self, early: EarlyOpening | None = None) -> SaveAgreement:
-        """Capture the training state, and return what all ranks have agreed on.
+        """Capture the training state, and return the plan that all ranks have agreed on.
 
-        All ranks call it, in the thread of the caller. It holds the vote "looking at what to save", and those of the
-        negotiation that follow. ``early``: how the output is opened in the first one, if nothing but values has changed
-        since the save before.
+        All ranks call it, in the thread of the caller. It holds the vote "looking at what to save", and the votes of
+        the negotiation that follow. ``early``: how the output is opened in the first one, if nothing but values has
+        changed since the save before.
         """
         cache, session = self.cache, self.share.session
         global_ranks, has_metrics = self.share.ranks.global_ranks(), bool(self.request.metrics)
@@ -229,7 +229,7 @@ class TrainingContent:
         return self._prepare_output()
 
     def _prepare_output(self) -> bytes:
-        """Give the plan to the output. Return what rank 0 must know, with digests of replicas: called in a vote."""
+        """Give the plan to the output. Return the bytes for rank 0, with digests of replicas: called in a vote."""
         tensors, frozen = self.share.captured.tensors, self.share.captured.frozen
         versions = {key: tensors[key].version for key in sorted(frozen)}
         live = LiveTensors(tensors, frozen, versions, self.cache.saves)
@@ -246,7 +246,7 @@ class TrainingContent:
         return _encode(_OpenedSave(self.identity, begun))
 
     def _join_output(self, raw: bytes) -> None:
-        """Take part in what rank 0 has opened. All ranks call it after the vote; it may end in another one."""
+        """Join the output that rank 0 has opened. All ranks call it after the vote; it may end in another one."""
         opened = msgspec.msgpack.decode(raw, type=_OpenedSave)
         self.accept_identity(opened.identity)
         self.output.join(opened.begun)
@@ -267,7 +267,7 @@ class TrainingContent:
         Each rank calls it in the vote "preparing the save".
         """
         cache, session, grain = self.cache, self.share.session, self.output.grain
-        cache.own_spec = b""  # until the plan is that of this spec, whatever interrupts it
+        cache.own_spec = b""  # until the plan belongs to this spec, whatever interrupts it
         if agreement.global_spec is not None:
             cache.key = b""
             limit = parse_size(self.request.options.max_shard_size)

@@ -29,7 +29,7 @@ from rankless.inference.open_weights import ModelWeights, open_weights
 
 _log = logging.getLogger(__name__)
 
-#: What is used of SGLang's own loader, besides its public methods.
+#: The attributes of SGLang's own loader that are used, besides its public methods.
 _USED_NAMES = (
     "Source",
     "_get_weights_iterator",
@@ -39,14 +39,14 @@ _USED_NAMES = (
     "postprocess_weights",
 )
 
-#: The beginnings of the names of quantizations for which SGLang has loaders of their own.
+#: The beginnings of the names of quantizations that SGLang has own loaders for.
 _OWN_LOADERS = ("modelopt", "auto-round")
 
 _Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class RanklessSglangLoader(DefaultModelLoader):  # type: ignore[misc]
-    """SGLang's loader with tensors of :func:`rankless.open_weights`. It is SGLang's model that decides what is read."""
+    """SGLang's loader with tensors of :func:`rankless.open_weights`. SGLang's model decides which bytes are read."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         missing = [name for name in _USED_NAMES if not hasattr(DefaultModelLoader, name)]
@@ -59,7 +59,7 @@ class RanklessSglangLoader(DefaultModelLoader):  # type: ignore[misc]
         super().__init__(dataclasses.replace(load_config, load_format="safetensors", model_loader_extra_config={}))
         #: Where the weights are, if not in the model's own files: it is not for a draft model.
         self._path = self._options.path
-        #: What ends the loads, while a model takes weights, and the weights that it has opened.
+        #: The exit stack that ends the loads, while a model takes weights, and the weights that it has opened.
         self._loads: ExitStack | None = None
         self._opened: list[ModelWeights] = []
 

@@ -10,7 +10,8 @@ from typing import Any
 #: The name of the load format.
 LOAD_FORMAT = "rankless"
 
-#: What SGLang calls with the options of a load, before it looks for a loader. It has no other place for a name of ours.
+#: The function that SGLang calls with the options of a load, before it looks for a loader. It has no other place for a
+#: name of ours.
 _HOOKED = "sglang.srt.configs.load_config.LoadConfig.__post_init__"
 
 

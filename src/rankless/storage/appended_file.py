@@ -1,7 +1,8 @@
-"""A bounded file to which several processes append lines, each with one write.
+"""A bounded file that several processes append lines to, each with one write.
 
 A write to a file that was opened with ``O_APPEND`` goes to its end, also if another process has just written there: on
-a local file system lines never mix. On NFS one may overwrite another, so readers must skip what is no line of theirs.
+a local file system lines never mix. On NFS one may overwrite another, so readers must skip a line that is none of
+theirs.
 
 :class:`rankless.run.folder_run_store.FolderRunStore` keeps the journal of a run in one: rank 0 of jobs and ``rankless
 prune`` append at any time, and any process reads.
@@ -19,7 +20,7 @@ from rankless.storage.posix import wrap_os_errors
 #: The flags of an append. A pipe in the place of the file must not block, and a link must not lead elsewhere.
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-#: What is returned in place of a descriptor.
+#: A value that is returned in place of a descriptor.
 _MISSING, _FULL = -1, -2
 
 

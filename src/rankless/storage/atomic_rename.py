@@ -1,8 +1,8 @@
 """Atomic renames of files and directories, and exchanges of two directories. The new names are durable.
 
 Commits (:mod:`rankless.run.pending_dir`), claims (:mod:`rankless.run.claims`), removals and small files use it, on rank
-0 or in commands. Callers make durable what they rename; the new name must be durable when the call returns. No look
-before a rename may take the place of ``RENAME_NOREPLACE``.
+0 or in commands. Callers make files durable before they rename them; the new name must be durable when the call
+returns. No look before a rename may take the place of ``RENAME_NOREPLACE``.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _rename_new(source: Path, target: Path) -> None:
 def _rename(source: Path, target: Path) -> None:
     """Rename a path.
 
-    After a restart of a file server its client sends a rename again whose reply was lost. The server reports that the
+    After a restart of a file server its client sends a rename again if the reply was lost. The server reports that the
     source is missing then, although the rename is done.
     """
     identity = identify(source)

@@ -27,7 +27,10 @@ def free_cgroup_bytes() -> int | None:
 
 
 def _memory_cgroups() -> Iterator[Path]:
-    """Yield the folders of the memory cgroups of this process, from its own one to the root."""
+    """Yield the folders of the memory cgroups of this process, from its own one to the root.
+
+    For example, ``/sys/fs/cgroup/job`` and ``/sys/fs/cgroup``.
+    """
     try:
         lines = _SELF.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -27,7 +27,7 @@ from rankless.storage.posix import describe_version, start_writeback, wrap_os_er
 SECTOR_BYTES = 4096
 
 #: The most bytes of one write through the page cache. The kernel keeps larger writes in larger pages. A virtual machine
-#: whose host reclaims free memory has none of these at hand, which was four times slower (measured).
+#: has none of these at hand if its host reclaims free memory, which was four times slower (measured).
 _BUFFERED_BYTES = 128 * 2**10
 
 #: The bytes of a chunk of :meth:`BufferedReader.read_in_chunks`: a chunk is still in the processor's cache when it is
@@ -72,7 +72,7 @@ class FileWriter(ClosingMixin, ClosedInForks):
         """Pass everything written so far to the file system: a later sync of the file makes it durable."""
 
     def start_writeback(self) -> None:
-        """Let the kernel begin to write to the disk what was written through the page cache."""
+        """Let the kernel begin to write bytes to the disk that were written through the page cache."""
         with wrap_os_errors("write", self._path):
             start_writeback(self._buffered_fd)
 

@@ -35,7 +35,7 @@ def remove_tree(path: Path) -> None:
     """Delete a directory and its contents, a file or a link. Missing entries are no error.
 
     If a process of this host has files of it open on NFS, the client keeps them, and their directories, until they are
-    closed. A later call removes what is left.
+    closed. A later call removes the rest.
     """
     with wrap_os_errors("remove", path):
         if path.is_symlink() or path.is_file():
@@ -66,7 +66,7 @@ def list_tree(path: Path) -> set[str]:
     """Return the names of all files and links in a directory and below it; of a file or a link, "".
 
     Directories are not followed through links. Files that are removed, but open on NFS, are left out. Raises
-    ``StorageError`` if a directory cannot be listed.
+    ``StorageError`` if a directory cannot be listed. For example, ``model/config.json``.
     """
     with wrap_os_errors("list", path):
         if path.is_symlink() or not path.is_dir():
@@ -81,7 +81,7 @@ def has_no_files(path: Path) -> bool:
 
 
 def _list_files(path: Path) -> Iterator[str]:
-    """Yield the names of all files and links below a directory. ``Path.rglob`` skips what this user may not list."""
+    """Yield the names of all files and links below a directory. ``Path.rglob`` skips unreadable folders."""
     for folder, folders, files in os.walk(path, onerror=partial(_raise_unless_gone, path)):
         links = (name for name in folders if Path(folder, name).is_symlink())
         yield from (str(Path(folder, name).relative_to(path)) for name in (*files, *links))
@@ -95,7 +95,7 @@ def _raise_unless_gone(path: Path, error: OSError) -> None:
 
 
 def find_obstacle(folder: Path, names: Iterable[str]) -> str | None:
-    """Return a folder that is where a file with one of the names goes, or what else is where a folder of it goes."""
+    """Return a folder in the place of a file of these names, or another entry in the place of their folders."""
     with wrap_os_errors("list", folder):
         for name in sorted(names):
             if (folder / name).is_dir():
@@ -109,7 +109,7 @@ def find_obstacle(folder: Path, names: Iterable[str]) -> str | None:
 def link_remaining(source: Path, target: Path, excluded: set[str]) -> None:
     """Add the files, links and folders of one directory tree to another, except the files with names in ``excluded``.
 
-    Files are hard-linked. If the file system has no hard links, they are copied. A later call adds what has changed.
+    Files are hard-linked. If the file system has no hard links, they are copied. A later call adds the changes.
     """
     with wrap_os_errors("link or copy the contents of", source):
         for name in _walk(source, excluded):

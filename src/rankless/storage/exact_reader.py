@@ -1,7 +1,7 @@
 """Reads of large ranges that read nothing beyond the range, because no other range of the file may be needed here.
 
 On a disk of this machine such reads are direct. On a network file system they go through the page cache without
-read-ahead: what a host reads ahead, another host reads again, from one server.
+read-ahead: bytes that a host reads ahead are read again by another host, from one server.
 
 Loads, the reading of shared bytes, conversions and the comparison with a base open files so, on each rank, in reading
 threads.
@@ -161,6 +161,6 @@ def _is_on_disk(fd: int) -> bool:
     """Return whether a file is on a disk of this machine, according to its device number.
 
     ext4 and XFS report the number of the disk. File systems without a disk report an anonymous number, as do some with
-    a disk (Btrfs, ZFS, overlay), whose files are then read through the cache.
+    a disk (Btrfs, ZFS, overlay). Their files are then read through the cache.
     """
     return os.major(os.fstat(fd).st_dev) > 0

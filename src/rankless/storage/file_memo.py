@@ -1,7 +1,7 @@
 """A memo of values computed from files, valid as long as the file is unchanged.
 
-:mod:`rankless.run.checkpoint_info` and :mod:`rankless.run.added_metrics` remember what they have read, in any process.
-The signature must be taken before the file is read.
+:mod:`rankless.run.checkpoint_info` and :mod:`rankless.run.added_metrics` remember the contents that they have read, in
+any process. The signature must be taken before the file is read.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class FileMemo(Generic[T]):
         return entry[1] if entry is not None and entry[0] == sign_file(file) else None
 
     def remember(self, file: str, signature: FileSignature | None, value: T) -> None:
-        """Store a value. ``signature`` is that of the file before it was read."""
+        """Store a value. ``signature`` is the file's signature before it was read."""
         if signature is None or not _is_settled(file, signature):
             return
         if len(self._values) >= self._capacity:

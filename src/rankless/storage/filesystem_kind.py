@@ -81,7 +81,7 @@ def is_in_memory(path: Path) -> bool:
 
 
 def forget_names(path: Path) -> None:
-    """Make this host ask the file server what the names in a directory stand for.
+    """Make this host ask the file server for the files behind the names in a directory.
 
     A client of a network file system remembers names for up to half a minute: which ones were missing, and which file
     or directory had the others. It asks again if the directory is listed.
@@ -133,7 +133,7 @@ def find_bucket_mount(path: Path) -> BucketMount | None:
 
 
 class Mount(msgspec.Struct, frozen=True):
-    """A mounted file system: its type, what is mounted, and the options of the file system."""
+    """A mounted file system: its type, its source, and the options of the file system."""
 
     type: str
     source: str

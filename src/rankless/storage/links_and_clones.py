@@ -4,7 +4,7 @@ A shared file must never be written, so it is made read-only. No failure to shar
 to the caller, who writes the bytes instead, except that the disk fails or is full.
 
 :mod:`rankless.save.base_files` links and clones on rank 0 in an incremental save: links in the vote on the preparation,
-clones in the vote "finding unchanged bytes". Reports and ``rankless ls`` count what files share.
+clones in the vote "finding unchanged bytes". Reports and ``rankless ls`` count the bytes that files share.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rankless.storage.posix import wrap_os_errors
 #: The errors of a disk. All others mean that this file, or this file system, has no links or clones.
 DISK_ERRORS = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
 
-#: The errors of file systems that never link, or never clone, what a caller asks for.
+#: The errors of file systems that never link, or never clone, files as a caller asks for.
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV}
 
 #: Linux's ``ioctl`` that makes a range of a file share the blocks of another file, and its argument: the source's
@@ -162,7 +162,7 @@ def count_extents(fd: int) -> int:
 
 
 def own_bytes(path: Path) -> int:
-    """Return the disk space that only a file, or only a directory's files take: what its removal would make free.
+    """Return the disk space that only a file, or only a directory's files take: its removal would make it free.
 
     Other names of a file, and ranges that other files share, are recognized anywhere on the file system.
     """
@@ -182,7 +182,7 @@ def own_bytes(path: Path) -> int:
 
 
 def _walk(path: Path) -> Iterator[Path]:
-    """Yield what is below a directory, as far as it can be listed: another process may remove it."""
+    """Yield the entries below a directory, as far as it can be listed: another process may remove it."""
     for folder, subfolders, files in os.walk(path):
         yield from (Path(folder, name) for name in (*subfolders, *files))
 

@@ -34,10 +34,11 @@ def parse_location(path: str | PathLike[str]) -> Path:
     """Return the absolute path of a directory or file, or the path in an object store that a URL names.
 
     The store of an ``s3://`` URL is :meth:`S3.from_environment <rankless.storage.s3.s3_store.S3.from_environment>`,
-    that of a ``gs://`` URL :meth:`GCS.from_environment <rankless.storage.gcs.gcs_store.GCS.from_environment>`, and
-    of an ``az://`` URL :meth:`Azure.from_environment <rankless.storage.azure.azure_store.Azure.from_environment>`.
-    Raises ``InvalidArgumentError`` for an empty path, for the URL of a store that is not supported, and for what is
-    neither a text nor a path, or has a NUL.
+    of a ``gs://`` URL :meth:`GCS.from_environment <rankless.storage.gcs.gcs_store.GCS.from_environment>`, and of an
+    ``az://`` URL :meth:`Azure.from_environment <rankless.storage.azure.azure_store.Azure.from_environment>`. Raises
+    ``InvalidArgumentError`` for an empty path, for the URL of a store that is not supported, and for a value that is
+    neither a text nor a path, or has a NUL. For example, ``ftp://host/run`` is refused, and ``s3://bucket/run`` is a
+    path in S3.
     """
     if isinstance(path, ObjectPath):
         if "\0" in path.key:

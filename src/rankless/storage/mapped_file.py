@@ -1,4 +1,4 @@
-"""Files that are mapped into memory, whose space is reserved first.
+"""Files that are mapped into memory after their space was reserved.
 
 A store into a mapped file without reserved space kills the process (``SIGBUS``) if the file system or the memory cgroup
 is full.

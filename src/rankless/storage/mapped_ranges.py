@@ -1,6 +1,6 @@
-"""Ranges of files in the page cache, mapped instead of copied: for readers that need a part of what they read.
+"""Ranges of files in the page cache, mapped instead of copied: for readers that need a part of a range.
 
-A load from a mapping whose page cannot be read kills the process (``SIGBUS``). So the pages of a range are read and
+A load from a mapping kills the process (``SIGBUS``) if the page cannot be read. So the pages of a range are read and
 mapped before the range is used, by ``MADV_POPULATE_READ``, which reports such an error instead.
 
 :mod:`rankless.engine.io.read_mapped` has one for each call, for the loader of weights of engines.

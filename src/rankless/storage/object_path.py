@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class ObjectPath(PosixPath):
     """The path of an object, or of a common prefix of keys, in a bucket: ``/bucket/key``.
 
-    Each store has a subclass of its own. So what pathlib derives from a path belongs to the same store.
+    Each store has a subclass of its own. So paths that pathlib derives from a path belong to the same store.
     """
 
     store: ClassVar[ObjectStore]
@@ -37,7 +37,7 @@ class ObjectPath(PosixPath):
 
     @property
     def key(self) -> str:
-        """The key of the object in its bucket."""
+        """The key of the object in its bucket. For example, ``run/step_10`` for ``s3://bucket/run/step_10``."""
         return "/".join(self.parts[2:])
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ def as_object(path: Path) -> ObjectPath:
 
 
 def is_canonical(key: str) -> bool:
-    """Return whether a path stands for exactly this key. Others have empty names, such as those of folder markers."""
+    """Return whether a path stands for exactly this key. Others have empty names, such as ``run/``."""
     return not {"", ".", ".."} & {*key.split("/")}
 
 

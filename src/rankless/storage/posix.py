@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 from rankless.errors import InvalidArgumentError, OutsideLinkError, RanklessError, StorageError, UnsafeNameError
 
-#: The flag with which a directory is opened in order to look at it. With Linux's ``O_PATH`` it need not be readable.
+#: The flag to open a directory with in order to look at it. With Linux's ``O_PATH`` it need not be readable.
 _INSPECT = getattr(os, "O_PATH", os.O_RDONLY)
 
 #: Linux's random id of this boot of the kernel.
@@ -34,7 +34,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 #: The errors of opening a path as a directory if it is none.
 _NOT_DIRECTORY = {errno.ENOTDIR, errno.ELOOP}
 
-#: What to do about an error whose text does not say it.
+#: Advice for errors with a text that does not say it.
 _HINTS = {errno.EMFILE: ": raise the limit of this process (ulimit -n)"}
 
 #: How a file is opened that may be a named pipe: without that flag, the call waits until a process writes into it.
@@ -52,7 +52,7 @@ def wrap_os_errors(action: str, path: object) -> Iterator[None]:
     except RanklessError:
         raise
     except OSError as error:
-        # What another host has removed is missing, also for an NFS client that has it open.
+        # A file that another host has removed is missing, also for an NFS client that has it open.
         number = errno.ENOENT if error.errno == errno.ESTALE else error.errno
         hint = _HINTS.get(error.errno or 0, "")
         raise StorageError(number, f"could not {action} {path}: {os.strerror(error.errno or 0)}{hint}") from error
@@ -73,7 +73,7 @@ def local_path(path: str | PathLike[str]) -> Path:
     """Return an absolute path.
 
     Raises ``InvalidArgumentError`` for the URL of an object store, for a text that no file can have as its path, and
-    for what is neither a text nor a path.
+    for a value that is neither a text nor a path.
     """
     if not isinstance(path, str | PathLike):
         raise InvalidArgumentError(f"a path must be a text or an os.PathLike; got {path!r:.80}")
@@ -243,7 +243,7 @@ def start_writeback(fd: int) -> None:
     """Let the kernel begin to write the bytes of a file to its disk, if the system can: a later sync waits less."""
     if hasattr(os, "posix_fadvise"):
         # Linux starts the writeback of dirty pages at this advice, and drops the pages that are clean already. A file
-        # system may refuse advice; errors of the writeback are those of the later sync.
+        # system may refuse advice; the later sync reports errors of the writeback.
         with suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -578,7 +578,7 @@ def walk_files(path: Path) -> list[Path]:
 
 
 def iterate_files(folder: Path) -> Iterator[Path]:
-    """Yield what is no directory in a directory and below it, those near the top first. Links are not followed."""
+    """Yield all but directories in a directory and below it, entries near the top first. Links are not followed."""
     folders = deque([folder])
     while folders:
         folder, found = folders.popleft(), []
@@ -621,7 +621,10 @@ def host_id() -> str:
 
 
 def host_name() -> str:
-    """Return the name of the host, for people to read, in printable ASCII. Several hosts may have the same."""
+    """Return the name of the host, for people to read, in printable ASCII. Several hosts may have the same.
+
+    For example, ``node-1``.
+    """
     return "".join(character if "!" <= character <= "~" else "?" for character in platform.node())
 
 

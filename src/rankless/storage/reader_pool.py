@@ -18,7 +18,7 @@ from rankless.storage.object_path import ObjectPath
 from rankless.storage.open_file_limit import max_open_files
 from rankless.storage.store import RangeReader
 
-#: Makes a pool of readers, given what opens one file of a file system.
+#: Makes a pool of readers, given a function that opens one file of a file system.
 MakeReaders = Callable[[Callable[[Path], BufferedReader]], "ReaderPool"]
 
 

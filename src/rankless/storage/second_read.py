@@ -1,10 +1,10 @@
-"""Second reads: what does not match its checksum is read once more, past the page cache, into another buffer.
+"""Second reads: bytes that do not match their checksum are read again, past the page cache, into another buffer.
 
-A bit may flip in the memory of a reader or in the page cache. Only what is wrong on the disk too is corrupt: a load
-falls back over it, and a later save hides it. Readers of manifests, headers and small files call
+A bit may flip in the memory of a reader or in the page cache. Only a checkpoint that is wrong on the disk too is
+corrupt: a load falls back over it, and a later save hides it. Readers of manifests, headers and small files call
 :func:`read_twice_if_wrong`; the verification of blocks reads with :class:`UncachedReader`.
 
-Both happen on whichever rank has read; the decision that a block is corrupt is rank 0's or the reading rank's, inside
+Both happen on the rank that has read; the decision that a block is corrupt is rank 0's or the reading rank's, inside
 the vote on the reads. A checkpoint must never be called corrupt after one read.
 """
 
@@ -49,7 +49,7 @@ def read_twice_if_wrong(path: Path, read: Callable[[], T]) -> T:
 
 
 def _identify(path: Path) -> object:
-    """Return what differs between two files of one name; of an object nothing."""
+    """Return an identity that differs between two files of one name; of an object ``None``."""
     return None if isinstance(path, ObjectPath) else identify(path)
 
 

@@ -20,7 +20,7 @@ from rankless.storage.posix import wrap_os_errors, write_fully
 
 
 class SparseFile:
-    """A file that grows as it is written; what is not written are zeros.
+    """A file that grows as it is written; unwritten bytes are zeros.
 
     Its size is not set in advance: a tmpfs with large pages would fill whole ones.
     """

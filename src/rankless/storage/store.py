@@ -1,10 +1,10 @@
-"""The interfaces of stores: what reads need of any store, and what saves need of an object store.
+"""The interfaces of stores: methods for reads from any store, and for saves into an object store.
 
 ``Store`` is narrow, so that a checkpoint can be read from wherever its bytes are. A file system is one store, each
 endpoint of an object store is another. ``tests/unit/storage/test_store_conformance.py`` runs one suite against all.
 
-``formats/`` reads, and ``run/`` lists and removes through :func:`store_of`, on rank 0 or on each rank. What a store
-cannot tell for a moment must be a ``StorageError``, and never "missing". The conditional methods of
+``formats/`` reads, and ``run/`` lists and removes through :func:`store_of`, on rank 0 or on each rank. If a store
+cannot tell something for a moment, that must be a ``StorageError``, and never "missing". The conditional methods of
 :class:`ObjectStore` decide between jobs.
 """
 
@@ -75,9 +75,9 @@ class Store(Protocol):
         """Create a directory, and make it durable, if the store has directories."""
 
     def list_entries(self, folder: Path) -> dict[str, str]:
-        """List the files in a directory with what changes if their bytes do: empty if only a look at each tells it.
+        """List the files in a directory, each with a text that changes with its bytes: empty if only a look tells it.
 
-        In an object store also those below it, by their names relative to it.
+        In an object store also the files below it, by their names relative to it, such as ``model/config.json``.
         """
 
     def create_small(self, path: Path, data: bytes) -> bool:
@@ -87,7 +87,7 @@ class Store(Protocol):
         """List the names in a directory; none if it is missing."""
 
     def list_files(self, folder: Path) -> list[Path]:
-        """List what is no directory in a directory, by name; nothing if it is missing."""
+        """List all entries but directories in a directory, by name; nothing if it is missing."""
 
     def list_subdirectories(self, folder: Path) -> list[Path]:
         """List the directories in a directory that are not hidden, by name; none if it is missing."""
@@ -170,7 +170,7 @@ class ObjectStore(Store, Protocol):
         """
 
     def list_objects(self, prefix: ObjectPath) -> list[ObjectInfo]:
-        """List all objects whose keys begin with ``prefix/``, in the order of their keys."""
+        """List all objects with keys that begin with ``prefix/``, in the order of their keys."""
 
     def create_object(self, path: ObjectPath, data: bytes) -> bool:
         """Write a small object in one step unless it exists. Return whether this call has created it.
@@ -193,8 +193,8 @@ class ObjectStore(Store, Protocol):
     def replace_version(self, path: ObjectPath, etag: str, data: bytes) -> bool:
         """Write a small object in one step if the one that is there has this ETag. Return whether this call did.
 
-        ``data`` must differ from what other processes write. A store that knows no such condition looks at the ETag
-        before the write.
+        ``data`` must differ from the bytes that other processes write. A store that knows no such condition looks at
+        the ETag before the write.
         """
 
     def remove_version(self, path: ObjectPath, etag: str) -> None:
@@ -213,8 +213,8 @@ class ObjectStore(Store, Protocol):
     def put_part(self, upload: Upload, number: int, body: Body) -> str:
         """Send part ``number``, from 1 on, and return a receipt.
 
-        The receipt is what :meth:`complete_upload` needs to know of the part. Any process may pass it on as a text.
-        Raises ``StorageError`` if the upload was aborted, unless the store notices that only at its end.
+        :meth:`complete_upload` needs the receipt for the part. Any process may pass it on as a text. Raises
+        ``StorageError`` if the upload was aborted, unless the store notices that only at its end.
         """
 
     def complete_upload(
@@ -233,7 +233,7 @@ class ObjectStore(Store, Protocol):
         """Delete the parts of an upload; a missing one is no error."""
 
     def list_uploads(self, prefix: ObjectPath) -> list[tuple[Upload, float]]:
-        """List uploads in progress whose keys begin with ``prefix/``, and when they began, in seconds since 1970."""
+        """List uploads in progress with keys below ``prefix/``, and when they began, in seconds since 1970."""
 
 
 class PosixStore:
@@ -294,7 +294,7 @@ def count_stored_bytes(path: Path) -> int:
 
 
 def follow_folder_links(path: Path) -> Path:
-    """Return a path in which no folder is a link, so that none can lead elsewhere later.
+    """Return a path without links to folders, so that none can lead elsewhere later.
 
     A file keeps its name, which says its format: in a download of the Hub it is a link to a file without one.
     """

@@ -1,4 +1,4 @@
-"""A pool of writers of many files, of which a bounded number is open.
+"""A pool of writers of many files. A bounded number of them is open.
 
 :mod:`rankless.engine.io.write_stripes` and :mod:`rankless.save.generation_content` write many small ranges with one
 pool, on each rank. A file that is closed to make room for another one must be synced before.
@@ -19,7 +19,8 @@ from rankless.storage.open_file_limit import max_open_files
 class WriterPool(ClosingMixin):
     """Writers of existing files, safe to use from several threads. A file is opened when it is first written.
 
-    If too many files are open, the least recently used ones that no thread writes are made durable and closed.
+    If too many files are open, the least recently used ones that no thread writes are made durable and closed. For
+    example, ``write(3, 0, data)`` writes to the start of the file with the number 3.
     """
 
     def __init__(self, files: Sequence[Path], open_writer: Callable[[Path], FileWriter] = DirectWriter) -> None:

@@ -18,7 +18,7 @@ class Assembly:
     """A generation as the hosts of a job have it together.
 
     ``places`` has, for each part, the data file on each host that holds it. ``host_of`` is the number of each rank's
-    host, ``host`` that of the own one. ``problems`` describe the corrupt parts.
+    host, ``host`` the number of the own host. ``problems`` describe the corrupt parts.
     """
 
     generation: Generation
@@ -40,7 +40,10 @@ class Assembly:
         return len(set(self.host_of)) > 1
 
     def rank_that_drains(self, part: int) -> int:
-        """Return the rank that writes a part into the run directory: one of a host that holds it."""
+        """Return the rank that writes a part into the run directory: one of a host that holds it.
+
+        For example, if two hosts hold part 3, the second one in order drains it.
+        """
         hosts = sorted(self.places[part])
         host = hosts[part % len(hosts)]
         ranks = [rank for rank, of_rank in enumerate(self.host_of) if of_rank == host]

@@ -50,7 +50,7 @@ class PartCopies:
     def __init__(
         self, ranks: RankGroup, session: Session, tier: TierJob, partners: Sequence[Sequence[int]], rate: float | None
     ) -> None:
-        """``partners`` are those of :func:`choose_partners`; ``rate`` is the most bytes a second that a rank sends."""
+        """``partners``: from :func:`choose_partners`; ``rate``: the most bytes a second that a rank sends."""
         self._ranks, self._session, self._tier, self._partners = ranks, session, tier, partners
         self._rate = rate
         self._tables: Sequence[PartTable] = ()
@@ -108,7 +108,7 @@ def exchange_tables(session: Session, table: PartTable) -> list[PartTable]:
 def plan_copies(partners: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[Transfer]:
     """Return the transfers of all copies, so that all ranks send at the same time.
 
-    ``sizes`` are those of the parts in bytes.
+    ``sizes`` are the sizes of the parts in bytes.
     """
     transfers = [
         (number, Transfer(sender, start, min(size, start + MESSAGE_BYTES), sender, receiver))

@@ -35,8 +35,8 @@ from rankless.tier.part_names import GenerationKey, PartName
 class GenerationLabel(msgspec.Struct, frozen=True):
     """The description of a generation.
 
-    ``manifest`` is that of the checkpoint without its files. ``replaces``: the checkpoint may replace one of its tag.
-    ``keep_full_every``: a drain writes the checkpoint in full if its number is a multiple of it; 1 if all are.
+    ``manifest`` is the checkpoint's manifest without its files. ``replaces``: the checkpoint may replace one of its
+    tag. ``keep_full_every``: a drain writes the checkpoint in full if its number is a multiple of it; 1 if all are.
     """
 
     manifest: Manifest
@@ -71,10 +71,10 @@ def layout_plan(groups: Mapping[str, Sequence[DataFile]]) -> SavePlan:
 
 
 class Generation:
-    """A generation of which the tables of all parts are known."""
+    """A generation with known tables of all its parts."""
 
     def __init__(self, common: Common, tables: Mapping[int, PartTable]) -> None:
-        """``tables`` are those of all parts, by the rank that staged it."""
+        """``tables`` are the tables of all parts, by the rank that staged the part."""
         self.common, self.tables = common, tables
         self.plan = layout_plan(common.groups)
         for table in tables.values():
@@ -121,7 +121,7 @@ class Generation:
 
 
 def check_common(common: Common, key: GenerationKey, file: str) -> Common:
-    """Return what was read from a file whose name has a key.
+    """Return the common that was read from a file, if it belongs to the key in the file's name.
 
     Raises ``CorruptCheckpointError`` if it is of another generation, or cannot become a checkpoint.
     """
@@ -138,7 +138,7 @@ def check_common(common: Common, key: GenerationKey, file: str) -> Common:
 
 
 def check_table(common: Common, table: PartTable, file: str) -> PartTable:
-    """Return a table whose ranges are where the generation has their tensors. Raises ``CorruptCheckpointError``."""
+    """Return a table if its ranges are where the generation has their tensors. Raises ``CorruptCheckpointError``."""
     places = [
         (number, data_file.data_start + entry.data_offsets[0], entry.nbytes)
         for number, data_file in enumerate(layout_plan(common.groups).files)

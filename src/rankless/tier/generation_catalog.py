@@ -3,7 +3,8 @@
 Each rank lists its host in the vote "looking into the local tier"; rank 0 finds the complete generations in its
 decision (:mod:`rankless.load.tier_generations`). Rank 0 also lists its host before a job that has loaded nothing claims
 an incarnation (:class:`~rankless.tier.job.TierJob`), and plans with :func:`find_rebuilding` how lost parts are computed
-(:mod:`rankless.tier.rebuild`). What the history does not call current must never be among the complete ones.
+(:mod:`rankless.tier.rebuild`). Generations that the history does not call current must never be among the complete
+ones.
 """
 
 from __future__ import annotations
@@ -77,9 +78,10 @@ def list_offers(folder: TierFolder) -> list[OfferedGeneration]:
 
 
 def find_rebuilding(lost: int, parts: Collection[int], parities: Mapping[int, Sequence[int]]) -> Sequence[int]:
-    """Return the members of the group whose parts and parities give a lost part; nothing if there is none.
+    """Return the members of the group that can rebuild a lost part from parts and parities; nothing if there is none.
 
-    ``parts`` are those that are there, ``parities`` the groups by the rank that keeps a parity.
+    ``parts`` are the parts that are there, ``parities`` the groups by the rank that keeps a parity. For example, ranks
+    0, 8 and 16 are a group, and rank 8's part is lost: the parts and parities of ranks 0 and 16 give it.
     """
     for members in parities.values():
         others = [member for member in members if member != lost]

@@ -24,9 +24,9 @@ _Piece = tuple[int, int, int, int]
 
 
 class GenerationReader(NativeReader):
-    """A reader of a generation. ``path`` is that of the checkpoint in the run directory, which need not exist.
+    """A reader of a generation. ``path`` is the checkpoint's path in the run directory, which need not exist.
 
-    ``paths`` are the files with the bytes of the parts, by the rank that staged it.
+    ``paths`` are the files with the bytes of the parts, by the rank that staged the part.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class GenerationReader(NativeReader):
         return extents
 
     def _stored_group(self, group: str) -> str:
-        """Return the name of a group in the checkpoint; that of a selected model differs."""
+        """Return the name of a group in the checkpoint; the group of a selected model has another name there."""
         return self._opened[0] if group == "model" else group
 
 

@@ -4,13 +4,13 @@ The folder belongs to one user and one run directory. It has, by their suffix:
 
 - ``.data``: the bytes of a part, in a *slot* that its process maps and uses again (:mod:`rankless.tier.slots`);
 - ``.part``: the table of a part, which is there exactly while the bytes are (:mod:`rankless.tier.part`);
-- ``.common``: what a generation has in addition to its parts (:mod:`rankless.tier.generation`);
+- ``.common``: the values of a generation besides its parts (:mod:`rankless.tier.generation`);
 - ``.lock``: a file that a process locks as long as it lives; its slots begin with the same name.
 - ``owner``: the text of the job that uses the folder (:mod:`rankless.tier.job_text`). An older job that is still alive
   overwrites and removes nothing any more.
 
-Tables and commons appear by a rename. Nothing is synced: a process may die at any moment, and what it wrote stays; a
-host that dies takes its memory with it.
+Tables and commons appear by a rename. Nothing is synced: a process may die at any moment, and its bytes stay; a host
+that dies takes its memory with it.
 
 All ranks of a host use one folder, in saves, loads and drains (:mod:`rankless.tier.job`), and commands look into it.
 Names and formats of files are those that other processes of the host read. The order must stay: bytes before their
@@ -89,8 +89,8 @@ class TierFolder(msgspec.Struct, frozen=True):
     def open(cls, path: Path, run: Path) -> Self:
         """Open the folder for a run directory, and create it if it is missing.
 
-        Raises ``InvalidArgumentError`` if it is that of another run or has files of the user's, or is on a network file
-        system; ``StorageError`` if it is that of another user, cannot be written, or is corrupt.
+        Raises ``InvalidArgumentError`` if it belongs to another run or has files of the user's, or is on a network file
+        system; ``StorageError`` if it belongs to another user, cannot be written, or is corrupt.
         """
         make_private_directory(path)
         make_and_remove_file(path / f"{secrets.token_hex(8)}{_PROBE_SUFFIX}")  # the memory may be full of generations
@@ -138,7 +138,7 @@ class TierFolder(msgspec.Struct, frozen=True):
             return False
         try:
             return read_token(_parse_run(recorded, run)) != token
-        except RanklessError:  # it is unknown what is there
+        except RanklessError:  # its contents are unknown
             return False
 
     def take_over(self, job: str, run: Path) -> None:
@@ -146,8 +146,8 @@ class TierFolder(msgspec.Struct, frozen=True):
 
         All processes of the job on this host may call it.
 
-        What dead processes have reserved and not filled is removed first: this job needs the memory already to load.
-        Raises ``SupersededError`` if a later job is.
+        Memory that dead processes have reserved and not filled is removed first: this job needs the memory already to
+        load. Raises ``SupersededError`` if a later job is.
 
         All ranks call it in the vote "taking over the local tier", before any of them looks; a save calls it if no job
         has the folder.
@@ -217,7 +217,7 @@ class TierFolder(msgspec.Struct, frozen=True):
         return name.name in self._list_names()
 
     def write_part(self, table: PartTable) -> None:
-        """Write a table, whose bytes are complete.
+        """Write a table. Its bytes must be complete.
 
         Each rank calls it in the vote "completing the local checkpoint".
         """
@@ -232,11 +232,11 @@ class TierFolder(msgspec.Struct, frozen=True):
         return table
 
     def write_parity(self, name: PartName, table: ParityTable) -> None:
-        """Write the table of a parity, whose bytes are complete."""
+        """Write the table of a parity. Its bytes must be complete."""
         self._write(name.parity_name, encode_checked(table))
 
     def read_common(self, key: GenerationKey) -> Common | None:
-        """Read what a generation has in addition to its parts. Return ``None`` if this host has none."""
+        """Read the common of a generation: the values besides its parts. Return ``None`` if this host has none."""
         path = self.path / f"{key.name}{COMMON_SUFFIX}"
         try:
             common: Common = self._read_checked(path.name, partial(decode_checked, kind=Common))
@@ -247,12 +247,12 @@ class TierFolder(msgspec.Struct, frozen=True):
         return check_common(common, key, str(path))
 
     def list_commons(self) -> list[GenerationKey]:
-        """Return the generations whose label is here, oldest first. All ranks have completed their parts of these."""
+        """Return the generations that have a label here, oldest first. All ranks have completed their parts of them."""
         names = (name for name in self._list_names() if name.endswith(COMMON_SUFFIX))
         return sorted(key for key in map(parse_generation_name, names) if key is not None)
 
     def write_common(self, common: Common) -> None:
-        """Write what a generation has in addition to its parts, unless another process of this host has.
+        """Write the common of a generation, the values besides its parts, unless another process of this host has.
 
         Each rank calls it in a vote that follows the tables of all ranks: who reads it knows that all tables were
         written.
@@ -328,7 +328,7 @@ class TierFolder(msgspec.Struct, frozen=True):
         return lock is None
 
     def _slots_by_writer(self) -> Mapping[str, list[str]]:
-        """Return the data files of each process whose lock file is there, which is removed last."""
+        """Return the data files of each process that has its lock file there: that is removed last."""
         names = self._list_names()
         slots: dict[str, list[str]] = {
             name.removesuffix(LOCK_SUFFIX): [] for name in names if name.endswith(LOCK_SUFFIX)
@@ -399,7 +399,10 @@ def _lock_if_dead(path: Path) -> FileLock | None:
 
 
 def _is_tier_name(name: str) -> bool:
-    """Return whether a file has the name of one of a tier: of an owner also the draft, or a writer's slot or lock."""
+    """Return whether a file has the name of one of a tier: of an owner also the draft, or a writer's slot or lock.
+
+    For example, a name that ends with ``.data`` is one.
+    """
     is_writers = name.endswith((DATA_SUFFIX, LOCK_SUFFIX))
     return is_writers or name.startswith(_OWNER) or parse_generation_name(name) is not None
 

@@ -1,7 +1,7 @@
 """The generations of the local tier that a host has, as a process sees them that is not one of the job's.
 
 The commands of the tier and drains without a job (:mod:`rankless.save.offline_drain`) list with it, in one process of a
-host, while jobs may be running. It changes nothing, and what a job removes meanwhile is no error.
+host, while jobs may be running. It changes nothing, and files that a job removes meanwhile are no error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rankless.tier.parts_in_run import CollectedParts
 
 @dataclass(frozen=True)
 class HostGeneration:
-    """A generation. ``tables`` are those of the parts on this host, ``collected`` those in the run directory, by rank.
+    """A generation. ``tables`` are the tables of the parts on this host, ``collected`` of those in the run, by rank.
 
     ``common`` is its label; ``None`` if neither place has that, or if it is corrupt. ``size`` is the
     number of parts. ``problems`` describe corrupt files.
@@ -70,8 +70,8 @@ class HostGeneration:
 def list_generations(run: Path, folder: TierFolder, *, adopts: bool = False) -> list[HostGeneration]:
     """Return the generations of a host's folder and of the parts in the run directory, oldest first.
 
-    What a job removes meanwhile is left out. With ``adopts``, those of runs that the directory does not know are not
-    retired.
+    Generations that a job removes meanwhile are left out. With ``adopts``, generations of runs that the directory does
+    not know are not retired.
     """
     collected = CollectedParts.of(run).folder
     own, others, living = folder.list_parts(), collected.list_parts(), folder.living_writers()

@@ -3,8 +3,8 @@
 After the first save or load, nothing of it needs the run directory: a save into the tier must not wait for storage.
 
 :mod:`rankless.save.tier_content` and :mod:`rankless.save.tier_stage` ask it in saves, :mod:`rankless.load.tier_load` in
-loads, and outputs ask it before and after a publication. What says "on rank 0" is called in votes there; each rank has
-its own slots. The caller's thread, the background threads of saves and of drains share it.
+loads, and outputs ask it before and after a publication. Methods that say "on rank 0" are called in votes there; each
+rank has its own slots. The caller's thread, the background threads of saves and of drains share it.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class TierJob:
         #: On rank 0, the token of the object of this process that has claimed it.
         self._owner = ""
         #: On rank 0, the number of the newest announcement of this job, and whether it has looked since its last claim
-        #: for what it can continue.
+        #: for a checkpoint to continue.
         self._announced, self._has_looked = 0, False
-        #: The history when this process began to drain what others have saved; ``None`` if it saves itself.
+        #: The history when this process began to drain checkpoints that others have saved; ``None`` if it saves itself.
         self._followed: Entry | None = None
         #: A checkpoint of the tier that was loaded without taking over the folder.
         self._loaded: CheckpointInfo | None = None
@@ -86,7 +86,7 @@ class TierJob:
         self.durable: list[CheckpointInfo] = []
         self._undrained, self._drains, self._drained_at = 0, 0, time.monotonic()
         self._has_failed_drain = False
-        #: The text by which the folder knows this job: the same on all ranks once it has the folder.
+        #: The text that the folder knows this job by: the same on all ranks once it has the folder.
         self.job, self._has_folder = "", False
         #: The newest complete generation, and whether it is in the run directory.
         self.newest: GenerationKey | None = None
@@ -132,7 +132,7 @@ class TierJob:
         return [] if self._slots is None else self._slots.pin_generation(key)
 
     def _forget_in_fork(self) -> None:
-        """Open the folder anew in a forked process: slots, locks and drains are those of the process before.
+        """Open the folder anew in a forked process: slots, locks and drains belong to the process before.
 
         It goes on with the incarnation that was claimed, as other objects of the job do.
         """
@@ -157,7 +157,7 @@ class TierJob:
         return name_job(self._announced, read_token(self.run), secrets.token_hex(8))
 
     def begin_incarnation(self, job: JobHistory, loaded: CheckpointInfo | None = None) -> None:
-        """Claim an incarnation, on rank 0, for a job that has loaded what it continues, or nothing.
+        """Claim an incarnation, on rank 0, for a job that has loaded the checkpoint that it continues, or nothing.
 
         ``loaded`` is a checkpoint that was loaded from the tier: its tag is taken.
 
@@ -182,7 +182,8 @@ class TierJob:
         self._has_looked = False
         highest = history.next_sequence(complete, claimed.run) - 1
         self._numbering.note(max([highest, *(key.sequence for key in self.folder.list_parts())]))
-        # Of the history with this claim, which may have gone back: what it abandons may be removed at any time.
+        # Of the history with this claim, which may have gone back: checkpoints that it abandons may be removed at any
+        # time.
         taken = (info for info in infos if info.status != "complete" or info.is_copy or history.is_current(info))
         self._tags, self._drained_at = {info.tag for info in taken}, time.monotonic()
         if not store_of(self.run).is_remote:
@@ -247,7 +248,7 @@ class TierJob:
 
         If it has loaded something since its last save, it claims an incarnation. If it has neither loaded nor saved
         anything, it goes on with the run of the others: a tier holds one. Raises ``SupersededError`` if the run went
-        back without what it has saved, and ``StateError`` if the tier has another run by now.
+        back without its checkpoints, and ``StateError`` if the tier has another run by now.
         """
         if job.claim is None:
             if job.base is not None:
@@ -293,7 +294,7 @@ class TierJob:
         """Note that a checkpoint was written into the run directory, and that others may have been removed there."""
         durable = self.durable
         if self._incarnation:
-            with suppress(StorageError):  # what is known stays known
+            with suppress(StorageError):  # known values stay known
                 # Without the lock: storage may hang, and the next save must not wait for it.
                 durable = list_checkpoints(self.run)
         with self._lock:
@@ -311,7 +312,7 @@ class TierJob:
             self.forget_newest()
 
     def take_over(self, job: str) -> None:
-        """Take over the folder for this job, whose text rank 0 has chosen.
+        """Take over the folder for this job. Rank 0 has chosen its text.
 
         Raises ``SupersededError`` if a later job has it.
         """
@@ -352,7 +353,8 @@ class TierJob:
     def remove_generations(self, is_wanted: Callable[[GenerationKey], bool]) -> None:
         """Remove the generations that are not wanted, unless another job has taken over the folder.
 
-        What cannot be removed stays: it is older than the newest one, or retired, and a save that lacks room says so.
+        Generations that cannot be removed stay: they are older than the newest one, or retired, and a save that lacks
+        room says so.
         """
         with suppress(StorageError):
             if not self.is_replaced():
@@ -389,8 +391,8 @@ class TierJob:
     def check_published(self, info: CheckpointInfo) -> None:
         """Remove a checkpoint that was just published if another job has continued the run, on rank 0.
 
-        This process may have been stopped after :meth:`check_not_fenced`. Then the checkpoint may be newer than what
-        the other job has saved since. Raises ``SupersededError``.
+        This process may have been stopped after :meth:`check_not_fenced`. Then the checkpoint may be newer than all
+        that the other job has saved since. Raises ``SupersededError``.
         """
         if self._is_fenced():
             if not read_history(self.run).is_current(info):
@@ -423,7 +425,7 @@ class TierJob:
     def note_complete(self, key: GenerationKey) -> None:
         """Note that a generation is complete in the tier.
 
-        Each rank calls it after the vote in which the generation became complete.
+        Each rank calls it after the vote that has completed the generation.
         """
         with self._lock:
             self.newest, self.is_drained = key, False
@@ -446,8 +448,8 @@ def _open_folder(path: Path, run: Path) -> TierFolder:
     """Open the folder of a tier, or another one with a warning if it cannot be used.
 
     A job that is started again in the night must go on also if the folder is wrong on one of its hosts. If none next to
-    it can be used either, a *makeshift* one among the files of the system that are temporary takes what the load gets
-    from other hosts. Saves do not use it: it may be small, or be on the system's disk.
+    it can be used either, a *makeshift* one among the files of the system that are temporary takes the parts that the
+    load gets from other hosts. Saves do not use it: it may be small, or be on the system's disk.
     """
     beside = _beside(path)
     try:
@@ -486,7 +488,10 @@ def _find_newer(beside: Path, folder: TierFolder, run: Path) -> TierFolder | Non
 
 
 def _beside(path: Path) -> Path:
-    """Return the folder that this user takes if ``path`` cannot be used."""
+    """Return the folder that this user takes if ``path`` cannot be used.
+
+    For example, ``/dev/shm/job.1000`` for ``/dev/shm/job`` and the user 1000.
+    """
     return path.with_name(f"{path.name}.{os.getuid()}")
 
 

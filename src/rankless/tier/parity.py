@@ -11,8 +11,9 @@ This is the scheme of SCR's ``XOR`` (https://scr.readthedocs.io).
 
 :mod:`rankless.save.tier_stage` makes parity on every rank when a generation is complete, in the background thread of an
 asynchronous save; :mod:`rankless.tier.rebuild` computes lost parts by the same rules,
-and each rank of a load checks a share of them (:mod:`rankless.load.part_assembler`). Which chunk counts for which
-member decides what parities on disks mean.
+and each rank of a load checks a share of them (:mod:`rankless.load.part_assembler`). The rule for chunks and members
+must stay: parities on disks depend on it. For example, with ``k = 3`` chunk 0 of member 0 counts for member 1, and its
+chunk 1 for member 2.
 """
 
 from __future__ import annotations
@@ -49,11 +50,17 @@ class ChunkLayout:
 
     @classmethod
     def of(cls, sizes: Sequence[int]) -> ChunkLayout:
-        """Return the layout for parts of these sizes in bytes."""
+        """Return the layout for parts of these sizes in bytes.
+
+        For example, parts of 10, 20 and 15 bytes have two chunks of 10 bytes each.
+        """
         return cls(len(sizes), -(-max(sizes) // (len(sizes) - 1)))
 
     def keeper(self, member: int, number: int) -> int:
-        """Return the member for whose parity a chunk of another counts."""
+        """Return the member that keeps the parity of a chunk of another member.
+
+        For example, in a group of 3, chunk 0 of member 2 counts for member 0.
+        """
         return (member + 1 + number) % self.size
 
     def chunk_for(self, member: int, keeper: int) -> int:
@@ -68,7 +75,8 @@ class ChunkLayout:
 def form_groups(hosts: Sequence[str], parity: int) -> list[list[int]]:
     """Return groups of ranks of ``parity`` hosts each, one of each host; the last hosts join the group before them.
 
-    Ranks of a host that has more of them than another host of its group are in no group.
+    Ranks of a host that has more of them than another host of its group are in no group. For example, with
+    ``parity=2``, ranks 0 and 1 on one host and 2 and 3 on another are the groups ``[0, 2]`` and ``[1, 3]``.
     """
     host_of, first_ranks = deduplicate([host.encode() for host in hosts])
     ranks_of: list[list[int]] = [[] for _ in first_ranks]
@@ -170,6 +178,6 @@ def add_to(memory: Bytes, start: int, data: Bytes) -> None:
 
 
 def check_parity(table: ParityTable, memory: Bytes, file: str) -> None:
-    """Raise ``CorruptCheckpointError`` if the bytes of a parity differ from what was computed."""
+    """Raise ``CorruptCheckpointError`` if the bytes of a parity differ from the computed ones."""
     if crc64(memory[: table.chunk]) != table.crc:
         raise CorruptCheckpointError(f"{file}, a parity, is corrupt")

@@ -2,8 +2,8 @@
 
 A *generation* is a checkpoint in the local tier. Any set of parts with one id that covers all files is a checkpoint,
 wherever the parts are. The table says, for each range, the tensor and the file that it belongs to, its offset in the
-file with the bytes of the part, and its CRC. Ranges end at the blocks of their tensor, so the CRCs combine into those
-of the blocks.
+file with the bytes of the part, and its CRC. Ranges end at the blocks of their tensor, so the CRCs combine into the
+CRCs of the blocks.
 
 Each rank of a save writes the table of its part in the vote "completing the local checkpoint"
 (:mod:`rankless.save.tier_stage`), the tables of copies in "copying to other hosts"
@@ -133,7 +133,7 @@ class PartTable(NamedTuple):
 
 @prepared
 class ParityTable(msgspec.Struct, frozen=True, array_like=True):
-    """A parity on one host: that of ``member`` of a group. ``data`` is the name of the file with its ``chunk`` bytes.
+    """A parity on one host, kept by ``member`` of a group. ``data`` is the name of the file with its ``chunk`` bytes.
 
     ``tables`` are the encoded tables of the parts of all members, ``crc`` is the CRC of the bytes.
     """
@@ -158,7 +158,7 @@ def hash_ranges(file_ranges: Iterable[FileRange], memory: Bytes) -> PartRows:
 
 
 def find_corrupt_ranges(table: PartTable, memory: Bytes) -> list[FileRange]:
-    """Return the ranges of a part whose bytes differ from what was staged."""
+    """Return the ranges of a part with other bytes than were staged."""
 
     def compare(item: tuple[FileRange, int]) -> FileRange | None:
         file_range, crc = item
@@ -170,7 +170,7 @@ def find_corrupt_ranges(table: PartTable, memory: Bytes) -> list[FileRange]:
 
 
 def find_corrupt_range(table: PartTable, memory: Bytes) -> FileRange | None:
-    """Return the first range of a part whose bytes differ from what was staged, or ``None`` if all are intact."""
+    """Return the first range of a part with other bytes than were staged, or ``None`` if all are intact."""
     return next(iter(find_corrupt_ranges(table, memory)), None)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rankless.process.prepared_types import prepared
 
-#: The suffixes of the tables of parts and parities, and of what a generation has in addition to these.
+#: The suffixes of the tables of parts and parities, and of the values that a generation has in addition to these.
 PART_SUFFIX, PARITY_SUFFIX, COMMON_SUFFIX = ".part", ".parity", ".common"
 
 _NAME = re.compile(
@@ -22,7 +22,10 @@ _NAME = re.compile(
 
 @prepared
 class GenerationKey(NamedTuple):
-    """The identity of a generation, in the order from the oldest to the newest."""
+    """The identity of a generation, in the order from the oldest to the newest.
+
+    For example, incarnation 2 has names that begin with ``00000002.``.
+    """
 
     incarnation: int
     sequence: int
@@ -35,7 +38,10 @@ class GenerationKey(NamedTuple):
 
 
 class PartName(NamedTuple):
-    """The name of the table of a part: the generation, the rank that staged it, and the number of ranks that saved."""
+    """The name of the table of a part: the generation, the rank that staged it, and the number of ranks that saved.
+
+    For example, rank 3 of 8 has a name that ends with ``.000003-of-000008.part``.
+    """
 
     key: GenerationKey
     rank: int
@@ -62,7 +68,10 @@ def parse_generation_name(name: str) -> GenerationKey | None:
 
 
 def parse_part_name(name: str, kind: str = "part") -> PartName | None:
-    """Parse a ``PartName.name``, or with the kind ``"parity"`` its parity's. Return ``None`` for any other name."""
+    """Parse a ``PartName.name``, or with the kind ``"parity"`` its parity's. Return ``None`` for any other name.
+
+    For example, the rank is 3 if the name ends with ``.000003-of-000008.part``.
+    """
     match, key = _NAME.fullmatch(name), parse_generation_name(name)
     if match is None or key is None or match["kind"] != kind or match["draft"] is not None:
         return None

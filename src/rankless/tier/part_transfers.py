@@ -1,10 +1,10 @@
 """Transfers of bytes of parts between ranks of different hosts, over the job's own network.
 
 A transfer is planned by a pure function, which gives the same order to all ranks: between two ranks, sends and receives
-match in the order in which both make them.
+match, because both make them in this order.
 
 Loads (:mod:`rankless.load.part_fetch`), copies, parity and rebuilds run transfers on every rank, inside a vote. Rank 0
-plans those of a load and sends them; the others are planned by each rank for itself, from the same arguments.
+plans the transfers of a load and sends the plan; each rank plans the others for itself, from the same arguments.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _interleave(transfers: Iterable[Transfer]) -> list[Transfer]:
     return [transfer for _, transfer in sorted(turns, key=lambda turn: turn[0])]
 
 
-#: Returns memory with the bytes of a part, or for those of a transfer.
+#: Returns memory with the bytes of a part, or for the bytes of a transfer.
 SourceOf = Callable[[int], Bytes]
 SinkOf = Callable[[Transfer], Bytes]
 
@@ -208,7 +208,7 @@ class _Outgoing:
         self._sent, self._began = 0, time.monotonic()
 
     def advance(self) -> None:
-        """Forget what has arrived, and begin more sends."""
+        """Forget sends that have arrived, and begin more."""
         for _ in self.queue.pop_arrived():
             pass
         while self.seconds_until_due() <= 0:
@@ -236,7 +236,7 @@ class _Incoming:
         self._buffers: list[Bytes] = []
 
     def advance(self) -> None:
-        """Compare what has arrived with its CRC, and begin more receives."""
+        """Compare bytes that have arrived with their CRC, and begin more receives."""
         for message in self.queue.pop_arrived():
             self._finish(message)
         while self.queue.has_room:

@@ -4,8 +4,8 @@ The folder ``.parts`` of a run directory is a tier folder in miniature that all 
 without slots, because no process writes into them again. All files appear by a rename, when they are durable. So two
 hosts may put parts at once, and a process may die at any moment.
 
-Drains without a job put parts (:mod:`rankless.save.offline_drain`), and so does a load that finds a generation of which
-only hosts and the run directory together have all parts (:mod:`rankless.load.tier_generations`). The order must stay:
+Drains without a job put parts (:mod:`rankless.save.offline_drain`), and so does a load that finds a generation if only
+hosts and the run directory together have all its parts (:mod:`rankless.load.tier_generations`). The order must stay:
 bytes, table, and the checkpoint is published before the parts are removed.
 """
 
@@ -43,7 +43,7 @@ class CollectedParts:
 
     @classmethod
     def of(cls, run: Path) -> CollectedParts:
-        """Return those of a run directory, which need not have any."""
+        """Return the parts of a run directory, which need not have any."""
         folder = TierFolder(run / FOLDER, f"parts of {run}")
         if isinstance(folder.path, ObjectPath):
             from rankless.tier.parts_in_store import ObjectParts  # noqa: PLC0415 - few jobs use an object store

@@ -1,7 +1,7 @@
-"""The computation of lost parts from the parts and parities of their groups, which puts them back into the tier.
+"""The computation of lost parts from the parts and parities of their groups. It puts them back into the tier.
 
-:mod:`rankless.load.part_assembler` calls :func:`rebuild_parts` on every rank, with what rank 0 has planned, before a
-load reads or a drain writes. A computed part counts only if its bytes match the CRCs in its table.
+:mod:`rankless.load.part_assembler` calls :func:`rebuild_parts` on every rank, with rank 0's plan, before a load reads
+or a drain writes. A computed part counts only if its bytes match the CRCs in its table.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class _SourceFiles:
 
 
 class _LostPart:
-    """A lost part, and the bytes of its group from which it is computed."""
+    """A lost part, and the bytes of its group that it is computed from."""
 
     def __init__(self, rebuilding: Rebuilding) -> None:
         self.lost, self.receiver, self._senders = rebuilding.lost, rebuilding.receiver, rebuilding.senders

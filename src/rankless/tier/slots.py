@@ -1,9 +1,10 @@
 """The slots of the local tier: files that this process maps, and that saves are staged into in turn.
 
-Memory is reserved before the first byte is copied (:mod:`rankless.storage.mapped_file`).
+Memory is reserved before the first byte is copied (:mod:`rankless.storage.mapped_file`). For example, the first slot of
+a process is the file ``WRITER-00.data``.
 
-A process needs three slots: one whose generation is being drained, one with the newest complete generation, and one for
-the save in progress. Slots are used again: fresh pages would cost more than the copy.
+A process needs three slots: one with a generation that is being drained, one with the newest complete generation, and
+one for the save in progress. Slots are used again: fresh pages would cost more than the copy.
 
 :class:`~rankless.tier.job.TierJob` has the slots of a process, each rank its own. A save takes one in the thread of the
 caller; then the thread of the save takes slots for copies and parity (:mod:`rankless.tier.copies_on_hosts`,
@@ -32,7 +33,7 @@ from rankless.tier.part_names import GenerationKey, parse_generation_name
 
 @dataclass(eq=False)
 class Slot:
-    """A mapped file. ``table`` is the name of the table of what it holds, if that exists; ``pins`` counts its users."""
+    """A mapped file. ``table`` is the name of the table of its bytes, if that exists; ``pins`` counts its users."""
 
     path: Path
     memory: Bytes = field(default_factory=lambda: EMPTY)
@@ -46,14 +47,14 @@ class Slots:
     def __init__(self, folder: TierFolder) -> None:
         self._folder = folder
         self._lock, self._slots = threading.Lock(), list[Slot]()
-        #: The slots of the newest generation whose copies are made, and those of a newer one without copies.
+        #: The slots of the newest generation with finished copies, and the slots of a newer one without copies.
         self._kept: Sequence[Slot] = ()
         self._kept_uncopied: Sequence[Slot] = ()
         self._writer, self._alive = _lock_new_writer(folder.path)
         weakref.finalize(self, self._alive.close)
 
     def take(self, nbytes: int) -> Slot:
-        """Return a pinned slot of at least ``nbytes`` bytes. What it held is not in the tier any more.
+        """Return a pinned slot of at least ``nbytes`` bytes. Its old bytes are not in the tier any more.
 
         Raises ``SpaceShortageError``.
         """
@@ -96,7 +97,7 @@ class Slots:
             self._kept, self._kept_uncopied = self._kept_uncopied, ()
 
     def keep_uncopied(self, slots: Sequence[Slot]) -> None:
-        """Keep the parts of the newest generation, which has no copies, and those of the newest one that has."""
+        """Keep the parts of the newest generation, which has no copies, and of the newest one with copies."""
         with self._lock:
             for slot in slots:
                 slot.pins += 1
@@ -110,7 +111,7 @@ class Slots:
         return self._writer
 
     def _forget_content(self, slot: Slot) -> None:
-        """Remove the table of what a slot holds, before its first byte is overwritten."""
+        """Remove the table of a slot's bytes, before the first of them is overwritten."""
         table, slot.table = slot.table, ""
         if table:
             self._folder.remove_table(table)

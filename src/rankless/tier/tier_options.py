@@ -16,13 +16,13 @@ from rankless.errors import InvalidArgumentError
 from rankless.ondisk.validation import check_choice
 from rankless.storage.posix import local_path
 
-#: What a drain does that has failed too often: let the next save raise its error, or only warn.
+#: The reaction to a drain that has failed too often: let the next save raise its error, or only warn.
 ON_FAILURE = ("raise", "warn")
 
 
 @dataclass(frozen=True)
 class LocalTier:
-    """The options of a tier in which each host keeps the newest checkpoints in its own memory, or on its own disk.
+    """The options of a local tier: each host keeps the newest checkpoints in its own memory, or on its own disk.
 
     Each save is complete when it is in the tier. Every ``drain_every``-th one is then *drained*: written to the run
     directory, in the background. A job that is started again loads the newest checkpoint that the tier or the run
@@ -37,12 +37,12 @@ class LocalTier:
         drain_every: Of how many saves one is drained. Saves at a signal and at the end of a training always are, and so
             are those that the retention policy keeps for their step or metric. If a drain is still in progress, the
             next save after it is drained.
-        on_failure: What happens if a drain has failed several times: the next save raises the error (``"raise"``), or
+        on_failure: The reaction if a drain has failed several times: the next save raises the error (``"raise"``), or
             there is a warning (``"warn"``) and the next save is drained. The end of a ``with`` block, and
             :meth:`rankless.RunDirectory.finalize`, raise the error of the last drain in any case.
         max_undrained_seconds: A save raises ``StorageError`` if nothing was drained for so many seconds.
-        failure_domain: The name of what may fail as a whole with this host, such as its rack. Copies go to hosts of
-            other domains. It may differ from host to host.
+        failure_domain: The name of the unit that may fail as a whole with this host, such as its rack. Copies go to
+            hosts of other domains. It may differ from host to host.
         copy_rate: The most bytes a second that a rank sends for copies.
 
     Raises:

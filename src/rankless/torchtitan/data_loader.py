@@ -19,7 +19,7 @@ _DP_SIZE = "world_size"
 
 
 class DataLoaderStates:
-    """A data loader of torchtitan, whose state has the key ``dp_rank_3`` on each process of data-parallel rank 3.
+    """A data loader of torchtitan: its state has a key such as ``dp_rank_3``, here on data-parallel rank 3.
 
     In another parallel layout a process may have another data-parallel rank. So a load passes on the keys of all
     processes, as torchtitan's own checkpoints do.
@@ -29,7 +29,7 @@ class DataLoaderStates:
     needs_all_states = True
 
     def __init__(self, loader: Any, rank: int, size: int) -> None:
-        """``rank`` and ``size``: those of the processes that load together."""
+        """``rank`` and ``size``: of the processes that load together."""
         self._loader, self._rank, self._size = loader, rank, size
 
     def state_dict(self) -> dict[str, Any]:

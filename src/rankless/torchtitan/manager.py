@@ -139,7 +139,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # the pac
         return vote_same_call(session, phase, lambda: call, lambda: b"", lambda _: decide())
 
     def _load_initial(self) -> bool:
-        """Load what a new run starts from. Dtypes are cast. Return whether there is such a checkpoint."""
+        """Load the initial state of a new run. Dtypes are cast. Return whether there is such a checkpoint."""
         config, path = self.config, self.config.initial_load_path
         if config.initial_load_in_hf:
             self._load_hugging_face(path or self.sd_adapter.hf_assets_path)

@@ -1,9 +1,9 @@
-"""The folder of a run of torchtitan: what its folders ``step-N`` hold, where a run starts, and what a save replaces.
+"""The folder of a run of torchtitan: the contents of folders ``step-N``, starts of runs, replaced folders.
 
 torchtitan's own manager saves under the same names, so there may be checkpoints of both, and exports of the weights.
 
 :class:`~rankless.torchtitan.manager.CheckpointManager` asks it on rank 0, in votes, so that all ranks start with the
-same checkpoint. What is not proved to be replaceable stays.
+same checkpoint. A folder that is not proved to be replaceable stays.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHOWN = 5
 
 @prepared
 class StartPoint(msgspec.Struct, frozen=True):
-    """The checkpoint of the run folder with which a run starts.
+    """The checkpoint of the run folder that a run starts with.
 
     ``tag`` is ``None`` if it is the newest one of rankless: then a load may fall back to an intact one. ``is_dcp``: it
     is one of torchtitan's own manager.
@@ -52,7 +52,7 @@ def tag_of(step: int) -> str:
 
 
 def _step_of(name: str) -> int:
-    """Return the step of a name, or -1 if it is not that of a checkpoint of torchtitan."""
+    """Return the step of a name, such as 10 of ``step-10``; -1 if no checkpoint of torchtitan has such a name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else -1
 
@@ -86,9 +86,9 @@ class RunFolder:
         return cls(path, infos, frozenset(dcp), frozenset(exports), frozenset(steps - dcp - replaceable - hidden))
 
     def find_start(self, step: int) -> StartPoint | None:
-        """Return the checkpoint of a step, or that of the highest step if it is -1; ``None`` if there is none at all.
+        """Return the checkpoint of a step, or of the highest step if it is -1; ``None`` if there is none at all.
 
-        What a run has abandoned when it went back to an older checkpoint is only loaded by its step.
+        A checkpoint that a run has abandoned when it went back to an older one is only loaded by its step.
 
         Raises ``NoCheckpointError`` if there is none of this step or if there are only exports, and
         ``CorruptCheckpointError`` if a checkpoint of a higher step is corrupt and no fallback is possible.
@@ -127,7 +127,7 @@ class RunFolder:
             )
 
     def check_free(self, step: int) -> None:
-        """Raise ``TagExistsError`` if a run that goes on after a step would meet what it cannot replace."""
+        """Raise ``TagExistsError`` if a run that goes on after a step would meet a folder that it cannot replace."""
         blocking = sorted(other for other in self.dcp | self.others if other > step)
         if blocking:
             raise TagExistsError(
@@ -155,7 +155,7 @@ def remove_replaceable(folder: Path) -> bool:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise ``TagExistsError`` if a folder has what an export must not replace."""
+    """Raise ``TagExistsError`` if a folder has something that an export must not replace."""
     if replaced_by_export(folder.name).find_foreign(folder) is not None:
         raise TagExistsError(
             f"{folder} is neither a checkpoint nor an export of rankless, and is not replaced: move it away"

@@ -59,7 +59,7 @@ class EngineFollower(_Begun):
     Args:
         engine: The ``LLM``, with the backend and the extension above.
         weights: The weights directory, or its URL.
-        folder: The folder of each host in which versions are put together; by default a new one in memory.
+        folder: The folder of each host for putting versions together; by default a new one in memory.
         timeout: How many seconds workers wait for each other.
     """
 
@@ -103,8 +103,8 @@ class EngineFollower(_Begun):
 class AsyncEngineFollower(_Begun):
     """Keeps an ``AsyncLLM`` of vLLM at the newest published version, while it generates.
 
-    ``mode`` says what becomes of running requests while the parameters change: ``"keep"``, ``"wait"`` or ``"abort"``,
-    as in ``AsyncLLM.pause_generation``. The other arguments are those of :class:`EngineFollower`.
+    ``mode`` decides about running requests while the parameters change: ``"keep"``, ``"wait"`` or ``"abort"``, as in
+    ``AsyncLLM.pause_generation``. The other arguments are as in :class:`EngineFollower`.
     """
 
     def __init__(

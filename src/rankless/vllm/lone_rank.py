@@ -1,6 +1,6 @@
 """vLLM's model of one rank of a layout, in a process that has no other ranks, and without memory for its weights.
 
-``rankless show --for vllm`` lets such models take lazy tensors, to see what each rank would read.
+``rankless show --for vllm`` lets such models take lazy tensors, to see which bytes each rank would read.
 
 :mod:`rankless.cli.show.engine_reads` calls :func:`load_on_rank` for one rank after the other, in one process.
 """
@@ -82,13 +82,13 @@ def _make_config(config: str, layout: EngineLayout) -> VllmConfig:
         tensor_parallel_size=layout.tensor,
         pipeline_parallel_size=layout.pipeline,
         enable_expert_parallel=layout.has_expert_parallelism,
-        # The one with which vLLM does not look for a device for each rank.
+        # With this one vLLM does not look for a device for each rank.
         distributed_executor_backend="external_launcher",
     ).create_engine_config()
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Parameters, which vLLM makes by ``torch.empty``, have no memory. What a model computes with has values.
+    """Parameters, which vLLM makes by ``torch.empty``, have no memory. Tensors that a model computes with have values.
 
     ``torch.device("meta")`` would take these as well, and vLLM could not list the experts of a rank.
     """
@@ -118,7 +118,7 @@ class _LoneProcessGroup:
 class _LoneGroup(GroupCoordinator):  # type: ignore[misc]
     """A group of vLLM without its other ranks: it cannot communicate."""
 
-    def __init__(self, ranks: Sequence[int], rank: int) -> None:  # that of vLLM waits for the other ranks
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:  # vLLM's own waits for the other ranks
         self.unique_name = "lone"
         self.ranks, self.rank, self.local_rank = list(ranks), rank, rank
         self.world_size, self.rank_in_group = len(self.ranks), self.ranks.index(rank)
@@ -128,9 +128,10 @@ class _LoneGroup(GroupCoordinator):  # type: ignore[misc]
 
 
 def _pretend_groups(layout: EngineLayout, rank: int) -> None:
-    """Set the groups of vLLM, which are global variables of its module, to those of a rank.
+    """Set the groups of vLLM, which are global variables of its module, to a rank's groups.
 
-    vLLM numbers ranks as ``initialize_model_parallel`` does: those of a stage of the pipeline one after the other.
+    vLLM numbers ranks as ``initialize_model_parallel`` does: the ranks of a pipeline stage one after the other. For
+    example, with two stages of two ranks each, ranks 0 and 1 are the first stage.
     """
     first = rank - rank % layout.tensor
     whole = range(layout.size)

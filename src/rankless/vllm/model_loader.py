@@ -39,12 +39,12 @@ _Opened = Sequence[tuple[str, ModelWeights]]
 #: A model of the Hub is called ``owner/name``.
 _PARTS_OF_HUB_NAMES = 2
 
-#: What is used of vLLM's own loader, besides its public methods.
+#: The attributes of vLLM's own loader that are used, besides its public methods.
 _USED_NAMES = ("Source", "_prepare_weights", "get_all_weights", "load_weights")
 
 
 class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
-    """vLLM's loader with tensors of :func:`rankless.open_weights`. It is vLLM's model that decides what is read."""
+    """vLLM's loader with tensors of :func:`rankless.open_weights`. vLLM's model decides which bytes are read."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         missing = [name for name in _USED_NAMES if not hasattr(DefaultModelLoader, name)]
@@ -58,18 +58,18 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
         #: The place of the weights, if they are not in the model's own files. A draft model has its own.
         self._path = self._options.path
         self._is_draft = False
-        #: What :meth:`load_model` ends with, while it runs.
+        #: The work at the end of :meth:`load_model`, while it runs.
         self._late_steps: ExitStack | None = None
         #: The prefix of the names and the weights of each source, while the model takes them.
         self._opened: list[tuple[str, ModelWeights]] = []
         #: Those that were opened for a reload, until vLLM asks for the first tensor.
         self._reloaded: list[tuple[str, ModelWeights]] = []
-        #: The weights whose report is not logged yet.
+        #: The weights with a report that is not logged yet.
         self._unreported: list[ModelWeights] = []
 
     @property
     def _origin(self) -> str:
-        """The mark of a model whose weights are at the option ``path``: vLLM removes it for a reload from elsewhere."""
+        """The mark of a model with weights at the option ``path``: vLLM removes it for a reload from elsewhere."""
         return f"{RUN_PREFIX}{self._options.path}"
 
     def download_model(self, model_config: ModelConfig) -> None:
@@ -131,7 +131,7 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
     def _open_for_reload(self, model_config: ModelConfig, model: nn.Module) -> ExitStack:
         """Open the weights for ``reload_weights`` of vLLM, which makes a loader for it. All workers call it.
 
-        It is called before vLLM takes the parameters apart: what cannot be opened leaves the engine as it is.
+        It is called before vLLM takes the parameters apart: weights that cannot be opened leave the engine as it is.
         """
         if model_config.model_weights != self._origin:
             name = str(model_config.model)
@@ -196,7 +196,10 @@ def _check_names(model: nn.Module, opened: _Opened) -> None:
 
 
 def _is_place(name: str) -> bool:
-    """Return whether a name is a URL, or a checkpoint or run directory: vLLM knows folders and models of the Hub."""
+    """Return whether a name is a URL, or a checkpoint or run directory: vLLM knows folders and models of the Hub.
+
+    For example, ``s3://models/llama`` is one, and ``meta-llama/Llama-3.1-8B`` is a name of the Hub.
+    """
     path = Path(name)
     if "://" in name or is_file(path):
         return True

@@ -1,7 +1,7 @@
 """The names of the tensors that the models of a worker of vLLM were loaded from.
 
 :mod:`rankless.vllm.model_loader` notes them, in the thread that loads. Reloads and followed versions must have all of
-them: a parameter whose tensor is missing would keep its old values.
+them: a parameter would keep its old values if its tensor is missing.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-#: The names of the tensors of which the models of this process took something when they were loaded.
+#: The names of the tensors that the models of this process took something of when they were loaded.
 _used_names: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 
 
 def note_used_names(model: nn.Module, names: Iterable[str]) -> None:
-    """Note what a model was loaded from."""
+    """Note the tensors that a model was loaded from."""
     _used_names[model] = frozenset(names)
 
 

@@ -50,8 +50,8 @@ _ATTEMPTS = 2
 class WeightsInitInfo:
     """The argument of ``init_weight_transfer_engine``.
 
-    ``weights`` is the weights directory, ``folder`` the folder of each host in which versions are put together; by
-    default a new one in memory. ``timeout``: how many seconds workers wait for each other.
+    ``weights`` is the weights directory, ``folder`` the folder of each host for putting versions together; by default a
+    new one in memory. ``timeout``: how many seconds workers wait for each other.
     """
 
     weights: str
@@ -72,7 +72,7 @@ class WeightsUpdateInfo:
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """The status of a worker: the version that it serves, that which it has prepared, and what went wrong."""
+    """The status of a worker: the version that it serves, the one that it has prepared, and its error."""
 
     state: str = IDLE
     version: int = 0
@@ -86,7 +86,7 @@ class FollowingWorker:
     weight_transfer_engine: RanklessWeightTransfer | None
 
     def rankless_status(self) -> dict[str, Any]:
-        """Return the status of this worker. ``collective_rpc("rankless_status")`` returns that of all workers."""
+        """Return the status of this worker. ``collective_rpc("rankless_status")`` returns the status of all workers."""
         engine = self.weight_transfer_engine
         return asdict(WorkerStatus(FAILED, error="no weights are followed") if engine is None else engine.status)
 
@@ -183,7 +183,7 @@ class RanklessWeightTransfer(WeightTransferEngine[WeightsInitInfo, WeightsUpdate
         return tensors
 
     def _commit(self, number: int) -> None:
-        """Load what was prepared. If that fails it is tried again; if it fails then, the parameters are mixed.
+        """Load the prepared version. If that fails it is tried again; if it fails then, the parameters are mixed.
 
         It may be called again: a version that this worker serves already is not loaded again.
         """

@@ -17,11 +17,12 @@ from rankless.weights.directory_check import check_weights_directory
 
 
 def choose_version(directory: Path, own: VersionKey | None) -> int:
-    """Return the number of the newest version; that of the ``own`` one if there is no newer one, 0 if there is none.
+    """Return the number of the newest version; the ``own`` number if there is no newer one, 0 if there is none.
 
     A list of an object store may be late: the own version is asked for by its name. Raises ``StateError`` if the
-    directory was made anew: it has another version of that number, or only lower ones. If the manifest of the own
-    version is corrupt, a newer one need not be based on it: ``CorruptCheckpointError`` is raised without a newer one.
+    directory was made anew: it has another version of that number, or only lower ones: for example, the own version is
+    12, and the newest one is 3. If the manifest of the own version is corrupt, a newer one need not be based on it:
+    ``CorruptCheckpointError`` is raised without a newer one.
     """
     newest = max(list_numbers(directory), default=0)
     if own is None:

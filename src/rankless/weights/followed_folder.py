@@ -54,7 +54,7 @@ CURRENT = "current"
 
 _VERSION = re.compile(r"([1-9][0-9]*)-([0-9a-f]{16})")
 
-#: What a process that was killed has left.
+#: Leftovers of a process that was killed.
 _PENDING = re.compile(r"\.(pending|current)-[0-9a-f]{16}")
 
 _LOCK = ".rankless-follow.lock"
@@ -91,7 +91,7 @@ class FollowedFolder(ClosingMixin):
         self._open()
 
     def _open(self) -> None:
-        """Create the folder if it is missing, lock it, and see what it has."""
+        """Create the folder if it is missing, lock it, and look at its contents."""
         posix.make_directory(self.path)
         with posix.wrap_os_errors("lock", self.path / _LOCK):
             try:
@@ -134,7 +134,7 @@ class FollowedFolder(ClosingMixin):
                 remove_tree(self.path / name)
 
     def folder_of(self, key: VersionKey) -> Path:
-        """Return the folder of a version."""
+        """Return the folder of a version. For example, ``12-0123456789abcdef``."""
         return self.path / f"{key.number}-{key.id}"
 
     def is_removed(self) -> bool:
@@ -263,7 +263,7 @@ class FollowedFolder(ClosingMixin):
         kept = {folder.name}
         if previous is not None and self._keeps_previous:
             kept.add(self.folder_of(previous).name)
-        with suppress(StorageError):  # the next update removes what is left
+        with suppress(StorageError):  # the next update removes the rest
             for name in posix.list_names(self.path):
                 if _VERSION.fullmatch(name) and name not in kept:
                     remove_tree(self.path / name)

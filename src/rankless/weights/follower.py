@@ -44,7 +44,7 @@ class WeightFollower(ClosingMixin):
             files of the newest version; the version before stays for readers that have it open. A model is a module in
             any layout, a state dict, or a list of the modules of one model; floating tensors are cast to its dtypes.
         strict: As in :func:`rankless.load_model`, for a model.
-        folder: For a model, the folder of each host in which versions are put together. By default it is in memory, in
+        folder: For a model, the folder of each host for putting versions together. By default it is in memory, in
             ``/dev/shm``, and is removed by :meth:`close`. It takes the size of one model, and of two during an update.
         process_group: The ranks that follow together; ``"self"`` is this process alone.
         timeout: How many seconds ranks wait for each other before all of them fail.
@@ -87,7 +87,7 @@ class WeightFollower(ClosingMixin):
 
     @property
     def folder(self) -> Path | None:
-        """The folder of this host in which versions are put together, as soon as there is one."""
+        """The folder of this host for putting versions together, as soon as there is one."""
         return self._folders.place
 
     @property

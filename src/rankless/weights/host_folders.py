@@ -65,8 +65,8 @@ class _Goal(msgspec.Struct, frozen=True, array_like=True):
 class _Here(msgspec.Struct, frozen=True, array_like=True):
     """The report of a rank before rank 0 decides: its host, and the number of the version that it has loaded.
 
-    Ranks of one ``host`` see one folder: those of two containers with an ``/dev/shm`` of their own do not. A rank
-    doubts a folder that it could not load from, or of which something is no longer there.
+    Ranks of one ``host`` see one folder: ranks in two containers with an ``/dev/shm`` of their own do not. A rank
+    doubts a folder that it could not load from, or that has lost a file.
     """
 
     host: str
@@ -75,7 +75,7 @@ class _Here(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HostFolders:
-    """The folder of this host, and what this rank does for it.
+    """The folder of this host, and the work of this rank for it.
 
     Without a ``place`` it is a new folder in the memory of each host, which :meth:`close` removes. If only one folder
     is wanted, ``is_single``, rank 0 follows alone, and the version before stays for readers. Otherwise the ranks have
@@ -94,7 +94,7 @@ class HostFolders:
         self._process = os.getpid()
         #: The version that all hosts have, without the headers of its files.
         self.manifest: VersionManifest | None = None
-        #: What this rank has put into the folder of its host.
+        #: The version that this rank has put into the folder of its host.
         self.followed: FollowedVersion | None = None
 
     @property
@@ -114,7 +114,7 @@ class HostFolders:
         Return where it is; ``None`` if all ranks have ``loaded`` it already, by its number, and their folder is there.
 
         All ranks call it. They all raise the same error: ``CorruptCheckpointError``, ``NoCheckpointError``,
-        ``StorageError`` or ``StateError``. What was there before stays then.
+        ``StorageError`` or ``StateError``. The old contents stay then.
         """
         if self._is_closed:
             raise StateError(f"the follower of {self._directory} is closed: make a new one")
@@ -125,7 +125,7 @@ class HostFolders:
         for attempt in range(_ATTEMPTS):
             try:
                 return self._go(loaded)
-            except NoCheckpointError:  # a publisher has removed what this was based on
+            except NoCheckpointError:  # a publisher has removed the base of this one
                 if attempt == _ATTEMPTS - 1:
                     raise
         return None
@@ -149,7 +149,7 @@ class HostFolders:
         return self.version_folder if goal.number else None
 
     def _choose(self, posted: Sequence[bytes]) -> bytes:
-        """Return the goal, on rank 0. ``posted`` has the hosts of all ranks, and what they have."""
+        """Return the goal, on rank 0. ``posted`` has the reports of all ranks on their hosts."""
         ranks = [msgspec.msgpack.decode(raw, type=_Here) for raw in posted]
         hosts = [rank.host for rank in ranks]
         if self._folder is None and self.place is not None and not self._is_temporary:
@@ -211,7 +211,7 @@ class HostFolders:
 
     @contextmanager
     def _explaining_memory(self) -> Iterator[None]:
-        """Say what to do if the memory of this host cannot have the model: in containers it is often 64 MB."""
+        """Give advice if the memory of this host cannot have the model: in containers it is often 64 MB."""
         try:
             yield
         except StorageError as error:
@@ -253,12 +253,15 @@ def _remove_temporary(folder: FollowedFolder, process: int) -> None:
 
 
 def _choose_folder() -> Path:
-    """Return the path of a new folder in the memory of the hosts. Nothing is created."""
+    """Return the path of a new folder in the memory of the hosts. Nothing is created.
+
+    For example, ``/dev/shm/rankless-weights-0123456789abcdef``.
+    """
     return _memory() / f"rankless-weights-{secrets.token_hex(8)}"
 
 
 def _memory() -> Path:
-    """Return the folder in the memory of this host, or else that of temporary files."""
+    """Return the folder in the memory of this host, or else the folder of temporary files."""
     return _MEMORY if is_directory(_MEMORY) else Path(tempfile.gettempdir())
 
 

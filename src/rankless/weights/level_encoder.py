@@ -26,7 +26,7 @@ from rankless.weights.version_parts import Encode, Piece, TensorPlaces
 def encode_level(
     directory: Path, deltas: Sequence[OwnDelta] | None, tensors: TensorPlaces, encode_last: Encode
 ) -> Encode:
-    """Return what encodes pieces as the sum of this rank's ``deltas`` and of the last one, which ``encode_last`` makes.
+    """Return an encoder of pieces as the sum of this rank's ``deltas`` and of the last one, made by ``encode_last``.
 
     Without ``deltas``, or if a part of them is no longer there, pieces are stored as they are. So they are if a delta
     replaces a block instead of adding to it.

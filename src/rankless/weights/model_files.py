@@ -1,4 +1,4 @@
-"""The model files of a version: where their tensors are, and what the manifest says of each. Pure.
+"""The model files of a version: the places of their tensors, and the entry of each in the manifest. Pure.
 
 :class:`~rankless.weights.version_output.VersionOutput` calls it on rank 0.
 """
@@ -20,7 +20,7 @@ from rankless.weights.version_parts import TensorPlaces
 
 
 def locate_tensors(files: FileSet) -> TensorPlaces:
-    """Return the places of all tensors, in the order in which parts number them."""
+    """Return the places of all tensors, in the order of their numbers in parts."""
     rows = []
     for number, file in enumerate(files.files):
         for name, start in file.lay_out().starts.items():
@@ -33,7 +33,7 @@ def locate_tensors(files: FileSet) -> TensorPlaces:
 
 
 def digest_layout(files: FileSet, frames: Sequence[FileFrame]) -> int:
-    """Return a digest of what two versions must have in common for a delta: all but the bytes of tensors."""
+    """Return a digest of all that two versions must have in common for a delta: everything but the bytes of tensors."""
     tensors = {name: (info.dtype, info.shape) for name, info in files.content.tensors.items()}
     starts = [sorted(file.lay_out().starts.items()) for file in files.files]
     sizes = [(frame.size, frame.header_bytes) for frame in frames]
@@ -42,7 +42,7 @@ def digest_layout(files: FileSet, frames: Sequence[FileFrame]) -> int:
 
 
 def describe_model_file(name: str, size: int, header: bytes) -> VersionFile:
-    """Return what the manifest says of a model file, given its header. The file need not exist."""
+    """Return a model file's entry in the manifest, given its header. The file need not exist."""
     parsed = decode_header(header, size, name)
     entries = sorted(parsed.entries.values(), key=lambda entry: entry.data_offsets)
     crcs = from_hex(parsed.metadata[CRC_KEY])

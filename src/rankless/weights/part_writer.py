@@ -41,7 +41,7 @@ class PartWriter:
             self._write()
 
     def finish(self) -> list[PublishedFile]:
-        """Write what is left, and return all parts."""
+        """Write the rest, and return all parts."""
         if self._rows:
             self._write()
         return self._written

@@ -1,4 +1,4 @@
-"""One publication: what the caller says of a new version, and what it learns of it.
+"""One publication: the caller's arguments for a new version, and the result.
 
 :class:`~rankless.weights.publisher.WeightPublisher` makes the one on each rank, and returns the other. Followers and
 commands describe versions with it, too. The names of the attributes are public.

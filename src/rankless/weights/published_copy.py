@@ -1,8 +1,8 @@
 """A rank's copy of the bytes that it published last: the next version is the difference to them.
 
 :class:`~rankless.weights.publisher.WeightPublisher` has one on every rank; the thread that publishes reads it while it
-encodes, and changes it only when the version is committed. So after a failed publication the copy still is that of the
-last committed version.
+encodes, and changes it only when the version is committed. So after a failed publication the copy still has the bytes
+of the last committed version.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class PublishedCopy:
 
 
 def _place(file_range: FileRange) -> tuple[int, int, int]:
-    """Return what two ranges must have in common to have the same bytes of the files."""
+    """Return the fields that two ranges must have in common to have the same bytes of the files."""
     return file_range.file, file_range.offset, file_range.stop - file_range.start
 
 
 def _aligned(nbytes: int) -> int:
-    """Return a size after which the next range begins at a multiple of 8 bytes."""
+    """Return a size, padded so that the next range begins at a multiple of 8 bytes. For example, 16 for 9 bytes."""
     return -(-nbytes // 8) * 8

@@ -1,7 +1,7 @@
 """``WeightPublisher``: publishes versions of a model's weights while a training goes on. Every rank calls it.
 
-A publication is a save of one component (:mod:`rankless.components.component_content`) whose output is a version
-(:mod:`rankless.weights.version_output`). So its votes, copies, threads and errors are those of all saves.
+A publication is a save of one component (:mod:`rankless.components.component_content`) with a version as its output
+(:mod:`rankless.weights.version_output`). So it has the same votes, copies, threads and errors as all saves.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class WeightPublisher:
     ```
 
     The first version is an *anchor*: a folder of whole files, as :func:`rankless.save_model` writes it. Later ones are
-    *deltas*: each rank writes how its own bytes differ from those of the version before. Nothing is gathered. A version
-    appears in one step, when all ranks have written, and can be proven block by block. Each rank keeps a copy of the
-    bytes that it published last, in host memory.
+    *deltas*: each rank writes how its own bytes differ from the version before. Nothing is gathered. A version appears
+    in one step, when all ranks have written, and can be proven block by block. Each rank keeps a copy of the bytes that
+    it published last, in host memory.
 
     Args:
         path: The weights directory, or its URL in an object store. It may be in memory, such as in ``/dev/shm``. Only
@@ -120,7 +120,8 @@ class WeightPublisher:
         """Publish the weights of a model as the next version. Every rank calls it.
 
         The first call of a job publishes an anchor, and so does the first one after the training went back, or if the
-        tensors of the model or its configuration have changed.
+        tensors of the model or its configuration have changed. For example, a model with one more layer than in the
+        version before is published as an anchor.
 
         Args:
             model: A module in any layout, or a state dict. A list holds the modules of one model.
@@ -144,7 +145,7 @@ class WeightPublisher:
             publication = self._describe(step, metrics)
             if not (self._is_skipping and self._is_busy()):
                 self._run(model, publication)
-        # What was tolerated may be the error of the publication before: this one has begun nevertheless.
+        # The tolerated error may be from the publication before: this one has begun nevertheless.
         return self._handle if self._handle is not before else None
 
     def _describe(self, step: float | None, metrics: Mapping[str, Any] | None) -> Publication:
@@ -221,7 +222,7 @@ class WeightPublisher:
 
 
 def describe_training(directory: RunDirectory) -> TrainingPoint | None:
-    """Return the point at which a training is; ``None`` if it has neither saved nor loaded in its run directory."""
+    """Return the current point of a training; ``None`` if it has neither saved nor loaded in its run directory."""
     history = directory.history
     of_job = history.claim or history.base
     if of_job is None:

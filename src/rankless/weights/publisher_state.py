@@ -1,7 +1,8 @@
 """The state that a publisher keeps from one publication to the next.
 
 :class:`~rankless.weights.publisher.WeightPublisher` has one on every rank. Rank 0 alone knows the manifest of the base;
-all ranks know its key, and the copy of what they published then. It changes only when a version is committed.
+all ranks know its key, and have a copy of the bytes that they published then. It changes only when a version is
+committed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class OwnDelta:
 
 @dataclass
 class PublisherState:
-    """The newest version that this publisher has committed, and what the next one needs of it.
+    """The newest version that this publisher has committed, and the facts of it that the next one needs.
 
     ``base`` is its manifest, on rank 0. ``layout`` is a digest of the files and tensors: deltas need equal ones.
     ``level_base`` is the version that the next level begins at; ``own_deltas`` are this rank's parts since then, or
@@ -37,17 +38,17 @@ class PublisherState:
     since_anchor: int = 0
     level_base: VersionKey | None = None
     own_deltas: list[OwnDelta] | None = field(default_factory=list)
-    #: The version that could not be committed, or whose commit was not answered.
+    #: The version that could not be committed, or that got no answer to its commit.
     failed: VersionKey | None = None
     #: On rank 0, the highest number that was committed: it is not used again, also if its version was removed.
     last_number: int = 0
     has_removed_abandoned: bool = False
-    #: On rank 0, what changes if the manifest of the base does.
+    #: On rank 0, a text that changes with the manifest of the base.
     base_version: str = ""
     process: int = field(default_factory=os.getpid)
 
     def leave_parent(self) -> None:
-        """Begin anew in a forked process: what its parent has published is not in its memory."""
+        """Begin anew in a forked process: its parent's publications are not in its memory."""
         if self.process != os.getpid():
             self.process, self.failed = os.getpid(), None
             self.forget()

@@ -1,11 +1,11 @@
 """The output of one publication: a new version of a weights directory, which all ranks write and rank 0 commits.
 
-:class:`~rankless.components.component_content.ComponentContent` has one on every rank. It is the save of a model that
-decides which rank has which bytes of which file. For an anchor, these files are written as any save of a model writes
-them. For a delta, each rank writes how its bytes differ from those of the version before. In the end rank 0 creates the
-manifest, which no other publisher can have created: that is the commit.
+:class:`~rankless.components.component_content.ComponentContent` has one on every rank. The save of a model decides
+which rank has which bytes of which file. For an anchor, these files are written as any save of a model writes them. For
+a delta, each rank writes how its bytes differ from the version before. In the end rank 0 creates the manifest, which no
+other publisher can have created: that is the commit.
 
-The order must stay: the files of the anchor, the parts of all ranks, the manifest, the copies of what was published.
+The order must stay: the files of the anchor, the parts of all ranks, the manifest, the copies of the published bytes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ LEVEL = 8
 
 @prepared
 class _BegunVersion(msgspec.Struct, frozen=True, array_like=True):
-    """The decision of rank 0: the new version, its base, that of a level, and what was begun of an anchor.
+    """The decision of rank 0: the new version, its base, a level's base, and the uploads that were begun for an anchor.
 
     ``tensors`` are the places of all tensors in the model files, and ``layout`` is their digest.
     """
@@ -89,7 +89,7 @@ class _BegunVersion(msgspec.Struct, frozen=True, array_like=True):
 
 @prepared
 class _WrittenParts(msgspec.Struct, frozen=True, array_like=True):
-    """The parts of a rank: those of the delta from the version before, and those of a level."""
+    """The parts of a rank: of the delta from the version before, and of a level."""
 
     parts: list[PublishedFile] = []
     level: list[PublishedFile] = []
@@ -107,7 +107,7 @@ class VersionOutput:
         self._files: FileSet | None = None
         self._frames: Sequence[FileFrame] = ()
         self._is_committed = False
-        #: What the copy of the published bytes is made of, and what this rank has written.
+        #: The source of the copy of the published bytes, and the parts that this rank has written.
         self._published: tuple[Sequence[FileRange], ProviderOf] | None = None
         self._written, self._depends_on_base = _WrittenParts(), True
 
@@ -120,7 +120,7 @@ class VersionOutput:
         return open_component_output(Destination(self._directory / name, folder=True), self._ranks)
 
     def begin(self, files: FileSet, frames: Sequence[FileFrame]) -> bytes:
-        """See :class:`ComponentOutput`. Decide what the version is, and create its folders."""
+        """See :class:`ComponentOutput`. Decide the kind of version, and create its folders."""
         store_of(self._directory).make_folder(self._directory / WEIGHT_VERSIONS)
         self._state.leave_parent()
         self._files, self._frames = files, frames
@@ -160,9 +160,9 @@ class VersionOutput:
         )
 
     def _find_newest(self) -> int:
-        """Return the number of the newest version, or at least that of the last one of this job.
+        """Return the number of the newest version, or at least the number of the last one of this job.
 
-        A list of objects may be late: what is asked for by its name is not.
+        A list of objects may be late. A request for an object by its name is not.
         """
         state, newest = self._state, max(list_numbers(self._directory), default=0)
         if state.failed is not None and state.failed.number > newest and is_committed(self._directory, state.failed):
@@ -313,7 +313,7 @@ class VersionOutput:
         try:
             if published is not None:
                 state.copy.replace(begun.key, *published)
-        except Exception:  # noqa: BLE001 - the version is published: an error now would be that of one rank alone
+        except Exception:  # noqa: BLE001 - the version is published: an error now would be one rank's alone
             _log.warning("the next version is stored as a whole by this rank", exc_info=True)
             state.copy.forget()
 

@@ -24,13 +24,13 @@ from rankless.storage.aligned_memory import Bytes
 from rankless.weights.part_writer import PartWriter
 from rankless.weights.published_copy import PublishedCopy
 
-#: The blocks whose streams are kept in memory at a time, until they are in a part.
+#: The most blocks that have their streams in memory at a time, until they are in a part.
 _BATCH = 4 * THREADS
 
 
 @prepared
 class TensorPlaces(msgspec.Struct, frozen=True, array_like=True):
-    """The places of all tensors, in order: the file of each, its offset, the size of an element, and that of all."""
+    """The places of all tensors, in order: the file of each, its offset, the size of an element, and its own size."""
 
     files: list[int] = []
     offsets: list[int] = []
@@ -48,13 +48,16 @@ class Piece(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> tuple[int, int]:
-        """The number of the first word, and the number of words."""
+        """The number of the first word, and the number of words.
+
+        For example, bytes 8 to 16 of a tensor of float32 give 2 and 2.
+        """
         width = word_type(self.itemsize).itemsize
         return self.part.start // width, (self.part.stop - self.part.start) // width
 
 
 def cut_into_pieces(file_ranges: Iterable[FileRange], tensors: TensorPlaces) -> list[Piece]:
-    """Return parts of blocks of this rank's ranges in the order of the files, which is that of the rows in parts."""
+    """Return parts of blocks of this rank's ranges in the order of the files, and so of the rows in parts."""
     places = list(zip(tensors.files, tensors.offsets, strict=True))
     pieces = []
     for whole in sorted(file_ranges, key=lambda file_range: (file_range.file, file_range.offset)):
@@ -75,7 +78,7 @@ Encode = Callable[[Piece, Words], EncodedRange | None]
 
 
 def encode_against(copy: PublishedCopy, *, is_valid: bool) -> Encode:
-    """Return what encodes pieces as differences to a copy; as they are, unless the copy is that of the base."""
+    """Return an encoder of pieces as differences to a copy; as they are, unless the copy has the base's bytes."""
 
     def encode(piece: Piece, new: Words) -> EncodedRange | None:
         if not is_valid:

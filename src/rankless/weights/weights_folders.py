@@ -1,8 +1,8 @@
 """The folders and manifests of a weights directory, as publishers make and remove them, on a disk or in a store.
 
-Rank 0 of a publisher calls it. What is removed is what a manifest names, after that manifest, or what a dead publisher
-has left: files with our checksums in a folder that no manifest names. Nothing else is removed, so a folder with another
-file stays.
+Rank 0 of a publisher calls it. It removes the files that a manifest names, after that manifest, and leftovers of a dead
+publisher: files with our checksums in a folder that no manifest names. Nothing else is removed, so a folder with
+another file stays.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rankless.weights.directory_check import check_weights_directory
 
 _FOLDER_NAME = re.compile(r"(anchor|delta)-([0-9]+)-([0-9a-f]{16})")
 
-#: For how many seconds what no manifest names is left alone: another publisher may be about to commit it.
+#: Folders that no manifest names are left alone for so many seconds: another publisher may be about to commit them.
 _ABANDONED_SECONDS = 3600.0
 
 #: The small files that a save of a model writes next to its model files.
@@ -46,7 +46,10 @@ class WeightsDirectory:
     is_known: bool = False
 
     def check_replaceable(self) -> None:
-        """Raise ``InvalidArgumentError`` if the path is a file, a bucket as a whole, or has checkpoints."""
+        """Raise ``InvalidArgumentError`` if the path is a file, a bucket as a whole, or has checkpoints.
+
+        For example, ``s3://bucket`` is refused, and ``s3://bucket/weights`` is not.
+        """
         if store_of(self.path).is_bucket(self.path):
             raise InvalidArgumentError(f"{self.path} is a whole bucket: publish into a folder in it")
         if not self.is_known:
@@ -54,10 +57,10 @@ class WeightsDirectory:
 
 
 def commit_version(directory: Path, manifest: VersionManifest) -> str:
-    """Create the manifest of a version: it is published. Return what changes if the manifest does.
+    """Create the manifest of a version: it is published. Return a text that changes with it.
 
     Raises ``WeightsConflictError`` if there is one, or a newer one: another publisher went on while this one did
-    not run. What has no way to it any more is removed again then.
+    not run. Versions that can no longer be reached are removed again then.
     """
     path = manifest_path(directory, manifest.number)
     store = store_of(path)
@@ -88,7 +91,7 @@ def is_committed(directory: Path, key: VersionKey) -> bool:
 def find_outdated(directory: Path, keep: int) -> list[VersionManifest]:
     """Return the versions that are older than the newest ``keep`` anchors, newest first.
 
-    They must be removed in this order: a version must not outlive what it is based on.
+    They must be removed in this order: a version must not outlive its base.
     """
     anchors = 0
     outdated: list[VersionManifest] = []
@@ -126,7 +129,8 @@ def remove_unpublished(directory: Path, key: VersionKey) -> None:
 def remove_abandoned(directory: Path) -> None:
     """Remove the folders of dead publishers: no manifest names them, and nothing in them has changed for an hour.
 
-    Those with the number of a manifest that cannot be read stay.
+    For example, ``anchor-12-0123456789abcdef`` of a publisher that was killed. Folders with the number of a manifest
+    that cannot be read stay.
     """
     store = store_of(directory)
     names = [folder.name for folder in store.list_subdirectories(directory)]

@@ -1,10 +1,10 @@
 """The parts of a folder of Accelerate or of transformers' ``Trainer``, by the names of files and folders.
 
 Source: ``accelerate/checkpointing.py``, ``accelerate/utils/fsdp_utils.py`` and ``transformers/trainer.py``. Accelerate
-numbers objects in the order in which they were prepared; the first has no number, except in folders of FSDP.
+numbers objects in the order of their ``prepare`` calls; the first has no number, except in folders of FSDP.
 
 ``formats/registry.py`` names :func:`is_training_folder`, which the detection of formats asks on each rank; the reader
-lists parts with it. The names are those of the other libraries.
+lists parts with it. The other libraries define the names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The states of random number generators as Accelerate and the ``Trainer`` save them, in the form of rankless's own.
 
-:mod:`rankless.accelerate.reader.rank_values` converts with it, on each rank that opens a folder. The form is that of
-rankless's own checkpoints: a load restores both alike.
+:mod:`rankless.accelerate.reader.rank_values` converts with it, on each rank that opens a folder. Rankless's own
+checkpoints have the same form: a load restores both alike.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Opening a folder of Accelerate or the ``Trainer``, a part of which DeepSpeed or PEFT may have written.
+"""Opening a folder of Accelerate or the ``Trainer``. DeepSpeed or PEFT may have written a part of it.
 
-``formats/registry.py`` names it: each rank of a load or conversion calls it. A folder of which only a part was copied
-must be refused.
+``formats/registry.py`` names it: each rank of a load or conversion calls it. A folder must be refused if only a part of
+it was copied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rankless.formats.sharded.model_files import MODEL, OPTIMIZER
 
 
 def open_training_folder(path: Path, keys: Mapping[str, str]) -> Reader:
-    """Return the reader for a folder; ``keys`` are those of DeepSpeed.
+    """Return the reader for a folder; ``keys`` are DeepSpeed's.
 
     Raises ``FormatError``, ``CorruptCheckpointError`` if only a part of the folder was copied, or
     ``InvalidArgumentError`` if there are keys, but no files of DeepSpeed.

@@ -1,7 +1,7 @@
 """The values of single ranks: the states of their random number generators, one file for each rank.
 
-:class:`~rankless.accelerate.reader.training_reader.TrainingReader` builds them on each rank. Files that are not those
-of one save by all ranks must give no values.
+:class:`~rankless.accelerate.reader.training_reader.TrainingReader` builds them on each rank. Files must give no values
+unless one save by all ranks has written them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RankValues:
 
 
 def build_rank_values(files: Mapping[int, Path], trees: Mapping[int, Any], writers: int) -> RankValues:
-    """Return the values of all ranks, or none and a note if those of one rank are missing or cannot be read.
+    """Return the values of all ranks, or none and a note if one rank's are missing or cannot be read.
 
     ``writers`` is how many ranks have saved the checkpoint at least.
     """
@@ -86,7 +86,7 @@ def _find_problems(files: Mapping[int, Path], trees: Mapping[int, Any], writers:
 
 
 def _find_difference(files: Mapping[int, Path], trees: Mapping[int, Any], writers: int) -> str | None:
-    """Return why the files are not those of all ranks of one save, or ``None``."""
+    """Return why the files are not from all ranks of one save, or ``None``."""
     is_numbered = any(_NUMBERED.fullmatch(file.name) for file in files.values())
     missing = next((n for n in range(max(len(files), writers, 1 + is_numbered)) if n not in files), None)
     if missing is not None:

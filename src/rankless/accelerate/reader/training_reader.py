@@ -48,9 +48,9 @@ _COUNTS_EVALUATIONS = {"num_bad_epochs"}
 
 
 class TrainingReader(TreeReader):
-    """A reader of the parts of a folder, without those of the kinds that are ``elsewhere``: in another reader.
+    """A reader of the parts of a folder, without parts of the kinds that are ``elsewhere``: in another reader.
 
-    ``writers`` is how many ranks at least have saved what is there, ``optimizer`` the reader of DeepSpeed's, if that is
+    ``writers`` is how many ranks at least have saved the folder, ``optimizer`` the reader of DeepSpeed's, if that is
     elsewhere. See :class:`rankless.formats.reader.Reader`.
     """
 
@@ -94,7 +94,7 @@ class TrainingReader(TreeReader):
         }
 
     def _read_values(self, path: Path, parts: Parts, generators: Mapping[int, Any]) -> dict[str, Any]:
-        """Return the values in the form in which rankless's own ``Accelerator`` and ``Trainer`` save them."""
+        """Return the values in the form that rankless's own ``Accelerator`` and ``Trainer`` save."""
         read_file = self._parts.read_file
         stateful = {f"custom_{number}": read_file(file) for number, file in sorted(parts.get(CUSTOM, {}).items())}
         if SCALER in parts:

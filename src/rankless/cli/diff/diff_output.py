@@ -52,7 +52,7 @@ def comparison_tables(comparison: CheckpointComparison) -> Iterator[Table]:
 
 
 def comparison_headline(comparison: CheckpointComparison) -> str:
-    """Return a sentence on what differs, by how much at most, and between which steps."""
+    """Return a sentence on the differences, their largest size, and the two steps."""
     differ = len(comparison.apart) + len(comparison.differing)
     clauses = [f"{differ:,} of {format_count(comparison.compared, 'tensor')} {_differ_verb(differ)}"] if differ else []
     largest: dict[str, float] = {}

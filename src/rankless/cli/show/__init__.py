@@ -1,1 +1,1 @@
-"""The command ``rankless show``: lists what a checkpoint contains."""
+"""The command ``rankless show``: lists the contents of a checkpoint."""

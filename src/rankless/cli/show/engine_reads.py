@@ -1,4 +1,4 @@
-"""The output of ``rankless show --for ENGINE``: what each rank of an inference engine would read.
+"""The output of ``rankless show --for ENGINE``: the reads of each rank of an inference engine.
 
 :mod:`rankless.cli.show.show_command` calls it, in one process.
 """
@@ -25,7 +25,7 @@ _ENGINES = {"vllm": "rankless.vllm.lone_rank"}
 
 
 def print_engine_reads(reader: Reader, engine: str, layout: EngineLayout, config: str, *, as_json: bool) -> None:
-    """Print what each rank would read of a model.
+    """Print the bytes that each rank would read of a model.
 
     ``config`` is the folder with the engine's ``config.json``. Raises ``InvalidArgumentError`` or ``FormatError``.
     """

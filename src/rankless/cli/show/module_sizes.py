@@ -32,8 +32,8 @@ class ModuleSummary:
 def summarize_modules(groups: Mapping[str, Mapping[str, TensorInfo]], depth: int | None = None) -> list[ModuleSummary]:
     """Summarize each group as a whole, followed by its modules, the largest first.
 
-    Modules are those whose names have ``depth`` components, or fewer; by default the top-level ones, or those inside of
-    one that has almost everything.
+    Modules have names with ``depth`` components, or fewer; by default the top-level ones count, or the modules inside
+    of one that has almost everything. For example, ``layers.0`` has two components.
     """
     summaries = []
     for group, infos in sorted(groups.items()):
@@ -46,7 +46,7 @@ def summarize_modules(groups: Mapping[str, Mapping[str, TensorInfo]], depth: int
 
 
 def fold_modules(modules: Sequence[ModuleSummary]) -> list[ModuleSummary]:
-    """Replace modules of equal sizes whose names differ only in numbers by one that stands for all of them."""
+    """Replace modules of equal sizes, with names that differ only in numbers, by one that stands for all of them."""
     rows: dict[tuple[str, str, int, int], list[ModuleSummary]] = {}
     for module in modules:
         rows.setdefault((module.group, name_pattern(module.name), module.tensors, module.nbytes), []).append(module)
@@ -59,7 +59,10 @@ def fold_modules(modules: Sequence[ModuleSummary]) -> list[ModuleSummary]:
 
 
 def _module_path(group: str, name: str) -> tuple[str, ...]:
-    """Return the module path of a tensor. Optimizer tensors are named ``parameter/state``."""
+    """Return the module path of a tensor. Optimizer tensors are named ``parameter/state``.
+
+    For example, ``layers.0.weight/exp_avg`` of an optimizer has the path of ``layers.0.weight``.
+    """
     return tuple((name.rpartition("/")[0] if group.startswith("optimizer") else name).split("."))
 
 

@@ -1,1 +1,1 @@
-"""The commands with ``--local``: what they do with the local tier of a host. Imported only if the option is passed."""
+"""The commands with ``--local``: their work on the local tier of a host. Imported only if the option is passed."""

@@ -49,7 +49,7 @@ class TierListing:
         return [(generation.key.id, describe_state(generation)) for generation in self.generations]
 
     def build(self) -> list[RenderableType]:
-        """Return the table under its title, and what is corrupt."""
+        """Return the table under its title, and the corrupt parts."""
         title = Text(f"in the local tier {escape_control_characters(str(self._path))}:", style="dim")
         if not self.generations:
             return [title, Text("no checkpoint")]

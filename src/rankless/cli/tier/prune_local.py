@@ -15,8 +15,8 @@ from rankless.tier.host_inspection import HostGeneration, list_generations
 def prune_tier(run: str, local: str, *, with_undrained: bool, dry_run: bool, as_json: bool) -> None:
     """Remove the generations that are in the run directory, retired or superseded, and the slots of dead processes.
 
-    Generations of which a living process has parts stay. ``with_undrained``: remove those, too, that are only here.
-    Raises the errors of :func:`find_folder`.
+    Generations stay if a living process has parts of them. ``with_undrained``: remove generations that are only here,
+    too. Raises the errors of :func:`find_folder`.
     """
     path, folder = find_folder(run, local)
     own = {*folder.list_parts(), *folder.list_commons()}

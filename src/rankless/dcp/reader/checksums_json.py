@@ -32,7 +32,7 @@ _FORMAT, _VERSION = "rankless-dcp-checksums", 1
 
 
 class ChecksumRecord(NamedTuple):
-    """The CRCs of bytes ``[offset, offset + size)`` of a file: ``crcs`` joins those of its blocks, in hexadecimal."""
+    """The CRCs of bytes ``[offset, offset + size)`` of a file: ``crcs`` joins its blocks' CRCs, in hexadecimal."""
 
     offset: int
     size: int
@@ -50,7 +50,10 @@ class RecordChecksums(msgspec.Struct, frozen=True):
 
 
 def name_checksums(metadata: bytes) -> str:
-    """Return the name of the file that has the checksums of one checkpoint only."""
+    """Return the name of the file that has the checksums of one checkpoint only.
+
+    It has the CRC of the metadata, for example ``checksums-0123456789abcdef.json``.
+    """
     return f"checksums-{block_crcs.crc64(metadata):016x}.json"
 
 
@@ -102,7 +105,7 @@ def decode_checksums(file: Path) -> RecordChecksums:
 
 
 class VerifiedReader:
-    """A reader of records of a folder. It reads whole blocks, each of which must match its CRC."""
+    """A reader of records of a folder. It reads whole blocks. Each must match its CRC."""
 
     def __init__(self, readers: FileRangeReader, folder: Path, files: Mapping[str, Sequence[ChecksumRecord]]) -> None:
         self._readers, self._folder, self._files = readers, folder, files

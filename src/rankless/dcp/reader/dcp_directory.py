@@ -42,8 +42,9 @@ METADATA = ".metadata"
 #: The metadata file of each rank, if the checkpoint was saved with ``use_collectives=False``.
 _RANK_METADATA = re.compile(r"__(0|[1-9]\d{0,8})\.metadata")
 
-#: The names of the files that a save of a distributed checkpoint writes, by us or by torch. Those of a save into an
-#: object store have a digest in them, also in a copy on a disk.
+#: The names of the files that a save of a distributed checkpoint writes, by us or by torch. Names of a save into an
+#: object store have a digest in them, also in a copy on a disk: for example ``__0_0.distcp`` and
+#: ``__0_0-0123456789abcdef.distcp``.
 _OWNED = re.compile(
     rf"__\d+_\d+(-[0-9a-f]{{16}})?\.distcp|__\d+\.metadata|{re.escape(METADATA)}|{re.escape(checksums_json.NAME)}"
     r"|checksums-[0-9a-f]{16}\.json"

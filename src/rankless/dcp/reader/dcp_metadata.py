@@ -40,7 +40,7 @@ _CLASSES = (
 #: The classes of the plans of a save, which some writers keep in the metadata, and which are not needed for reading.
 _PLANS = ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
 
-#: The module of Megatron's classes of metadata and plans, which have a few attributes more than those of torch.
+#: The module of Megatron's classes of metadata and plans, which have a few attributes more than torch's classes.
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 
 #: Megatron's key, in the data of a tensor, of the shape that a tensor had before it was stored in another one.
@@ -104,7 +104,7 @@ class DcpMetadata:
     version: str | None = None
 
     def merge_rank(self, other: DcpMetadata, source: str) -> None:
-        """Add the entries of another rank's metadata file. If both have an entry, that of ``self`` stays."""
+        """Add the entries of another rank's metadata file. If both have an entry, ``self``'s stays."""
         for name, theirs in other.tensors.items():
             ours = self.tensors.setdefault(name, theirs)
             if ours.info != theirs.info or name in self.values:

@@ -32,7 +32,7 @@ class RecordChecksumIndex:
         self.files = {path / location.file for location in self._name_by_location}
 
     def find_checksums(self, files: Collection[Path]) -> Iterator[RangeChecksum | CorruptCheckpointError]:
-        """Yield the checksums of the records in ``files``, and an error for each record whose checksums are invalid."""
+        """Yield the checksums of the records in ``files``, and an error for each record with invalid checksums."""
         try:
             stored = checksums_json.read_checksums(self._folder.path, self._raw)
         except RanklessError as error:

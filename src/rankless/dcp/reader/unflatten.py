@@ -23,7 +23,8 @@ class _Node(dict[Any, Any]):
 def unflatten(entries: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
     """Return the tree of values, given their paths; integers in a path are list indices.
 
-    Raises ``CorruptCheckpointError`` if two values have the same path, or the indices are not those of a list.
+    Raises ``CorruptCheckpointError`` if two values have the same path, if indices are mixed with names, or if too many
+    are missing. For example, ``("a", 0)`` with 5 and ``("a", 1)`` with 6 give ``{"a": [5, 6]}``.
     """
     root = _Node()
     for path, value in entries:

@@ -68,7 +68,7 @@ class FlatState:
 
 
 def _list_changed_tables(tree: Any, path: tuple[str, ...]) -> Iterator[str]:
-    """Yield what a load will find otherwise. Schedulers, and optimizers by number, get the numbers in keys back."""
+    """Yield changes that a load will find. Schedulers, and optimizers by number, get the numbers in keys back."""
     if isinstance(tree, list):
         for number, value in enumerate(tree):
             yield from _list_changed_tables(value, (*path, str(number)))
@@ -126,7 +126,7 @@ def _describe_value(value: Any) -> BytesStorageMetadata | TensorStorageMetadata:
 
 
 def _row_chunks(tensor: torch.Tensor) -> Iterator[ChunkStorageMetadata]:
-    """Split a tensor into chunks, each of which is one range of the tensor's bytes."""
+    """Split a tensor into chunks. Each is one range of the tensor's bytes."""
     for box in _split_rows(tuple(tensor.shape), tensor.element_size()):
         yield ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
 

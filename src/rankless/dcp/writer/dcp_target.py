@@ -70,7 +70,7 @@ class DcpTarget:
 
 
 class DcpFiles:
-    """The files of such a folder: ``flat`` is what is in them, with tensors of ``fakes`` that have no data."""
+    """The files of such a folder: ``flat`` are their contents, with tensors of ``fakes`` that have no data."""
 
     def __init__(self, path: Path, flat: FlatState, fakes: FakeTensors, limit: int) -> None:
         self._folder, self._flat, self._fakes, self._limit = path, flat, fakes, limit

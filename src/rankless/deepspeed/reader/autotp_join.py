@@ -1,4 +1,4 @@
-"""Joining what tensor-parallel ranks have of a model and its optimizer, as AutoTP describes it.
+"""Joining the tensor-parallel ranks' parts of a model and its optimizer, as AutoTP describes it.
 
 :mod:`rankless.deepspeed.reader.tag_contents` joins with it on each rank that opens a checkpoint of AutoTP. Copies of a
 tensor on several ranks must be equal: :class:`RankJoiner` collects them for the check.
@@ -48,7 +48,7 @@ class ShardedTensor(StoredTensor):
 
     @cached_property
     def _whole(self) -> StoredTensor:
-        """The shard that has all of it, or a tensor of chunks, of which many rows are read at once."""
+        """The shard that has all of it, or a tensor of chunks. A read takes many rows at once."""
         piece = self.pieces[0] if len(self.pieces) == 1 else None
         if piece is not None and piece.box.shape == self.info.shape == self.shards[piece.rank].info.shape:
             return self.shards[piece.rank]

@@ -120,7 +120,7 @@ def _parse_map(entry: Any, name: str, ranks: int, path: Path, budget: ReadBudget
 
 
 class _ScaledPieceError(Exception):
-    """A piece has values that are not those of the parameter."""
+    """A piece has other values than the parameter."""
 
 
 def _parse_pieces(

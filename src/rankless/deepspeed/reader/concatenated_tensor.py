@@ -1,4 +1,4 @@
-"""A tensor whose elements, in row-major order, are in pieces of the flat tensors of ranks.
+"""A tensor with elements, in row-major order, in pieces of the flat tensors of ranks.
 
 The joining of optimizers and models makes them, on each rank; loads read their pieces.
 """
@@ -50,7 +50,7 @@ def concatenate_ranks(placed: PlacedParameter, ranks: Sequence[StoredTensor]) ->
 def check_ranks(ranks: Sequence[StoredTensor], paths: Sequence[Path], needed: Sequence[int], subject: str) -> None:
     """Check that the flat tensors have one dtype, and the number of elements that is ``needed`` of each.
 
-    Raises ``CorruptCheckpointError`` naming the first file whose tensor does not fit.
+    Raises ``CorruptCheckpointError`` naming the first file with a tensor that does not fit.
     """
     for tensor, path, elements in zip(ranks, paths, needed, strict=True):
         width = dtype_width(tensor.info.dtype)

@@ -21,7 +21,7 @@ from rankless.storage.store import store_of
 #: The files that name the tag of the newest checkpoint, which DeepSpeed or its conversion to universal ones writes.
 LATEST = ("latest", "latest_universal")
 
-#: The folder of the parameters in a universal checkpoint, and that of an optimizer that was offloaded to NVMe.
+#: The folder of the parameters in a universal checkpoint, and the folder of an optimizer that was offloaded to NVMe.
 UNIVERSAL, OFFLOADED = "zero", "offloaded_tensors"
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d{1,6})_)?mp_rank_(?P<mp>\d{2,6})_model_states\.pt", re.ASCII)
@@ -45,7 +45,10 @@ class Rank(NamedTuple):
 
 
 class Expert(NamedTuple):
-    """A file of an expert: its model-parallel rank, the number of its layer and its own number among all."""
+    """A file of an expert: its model-parallel rank, the number of its layer and its own number among all.
+
+    For example, ``layer_1_expert_3_mp_rank_00_model_states.pt`` is expert 3 of layer 1.
+    """
 
     mp: int
     layer: int
@@ -53,7 +56,10 @@ class Expert(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A file of a layer of a pipeline: the number of the layer and the tensor-parallel rank."""
+    """A file of a layer of a pipeline: the number of the layer and the tensor-parallel rank.
+
+    For example, ``layer_02-model_00-model_states.pt`` is layer 2 of tensor-parallel rank 0.
+    """
 
     layer: int
     tp: int
@@ -77,13 +83,16 @@ class TagFiles:
 
 
 def is_rank_file(path: Path) -> bool:
-    """Return whether a file's name is that of one rank of a checkpoint that is divided among ranks."""
+    """Return whether a file's name belongs to one rank of a checkpoint that is divided among ranks.
+
+    For example, ``zero_pp_rank_0_mp_rank_00_optim_states.pt`` does, and ``mp_rank_00_model_states.pt`` does not.
+    """
     model = _MODEL.fullmatch(path.name)
     return bool(model and model["dp"]) or bool(_OPTIMIZER.fullmatch(path.name))
 
 
 def has_rank_files(names: Iterable[str]) -> bool:
-    """Return whether one of the names in a folder is that of a model's or an optimizer's file."""
+    """Return whether one of the names in a folder belongs to a model's or an optimizer's file."""
     return any(_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name) for name in names)
 
 
@@ -113,14 +122,14 @@ def _match_model(file: Path) -> re.Match[str] | None:
 
 
 def _is_second(match: re.Match[str] | None, whole: set[str]) -> bool:
-    """Return whether a file is that of a model for ZeRO-3, of a model-parallel rank that has a whole model's file."""
+    """Return whether a file is a model's file for ZeRO-3, of a model-parallel rank that has a whole model's file."""
     return match is not None and match["dp"] is not None and match["mp"] in whole
 
 
 def _index_files(
     files: Iterable[Path], pattern: re.Pattern[str], parse: Callable[[re.Match[str]], _Key]
 ) -> dict[_Key, Path]:
-    """Return the files whose names match, in the order of their keys."""
+    """Return the files with matching names, in the order of their keys."""
     indexed: dict[_Key, Path] = {}
     for file in files:
         match = pattern.fullmatch(file.name)

@@ -19,7 +19,7 @@ from rankless.formats.tree.tree_contents import from_components
 from rankless.formats.tree.tree_reader import TreeReader
 from rankless.storage.store import store_of
 
-#: The attribute under which Lightning's strategy wraps the user's module.
+#: The attribute of Lightning's strategy that has the user's module.
 _LIGHTNING_PREFIX = "_forward_module."
 
 #: The keys that a reader of this format accepts, and their values; the first ones are the defaults.
@@ -61,7 +61,7 @@ class DeepSpeedReader(TreeReader):
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise CorruptCheckpointError(f"{folder} has files that DeepSpeed does not write: {error}") from error
         self._evidence = read.evidence
-        #: What reading all of it does not prove.
+        #: A property that a read of all files does not prove.
         self.unproven = () if read.is_proven else (_UNPROVEN,)
         steps, skipped = read.user_content.get("global_steps"), read.user_content.get("skipped_steps")
         self._engine_steps = {"the state of DeepSpeed's engine": steps} if type(steps) is int else {}
@@ -74,7 +74,7 @@ class DeepSpeedReader(TreeReader):
         self._evidence.require_consistent(str(self.path))
 
     def describe_doubts(self) -> Sequence[str]:
-        """Return whether the optimizer is of another step than the engine, whose state is in the files of the model."""
+        """Return a doubt if the optimizer has another step than the engine: its state is in the model's files."""
         return self.compare_steps(self._engine_steps)
 
     def compare_steps(self, recorded: Mapping[str, int]) -> Sequence[str]:

@@ -235,7 +235,8 @@ class _OptimizerJoiner:
 def _number_experts(shapes: Shapes, expert_rank: int) -> Shapes:
     """Return the shapes of the experts of an expert-parallel rank by their names in the model.
 
-    Names in the optimizer count over the experts of one rank, names in the model over those of all ranks.
+    Names in the optimizer count over the experts of one rank, names in the model over the experts of all ranks. For
+    example, with two experts for each rank, rank 1's expert 0 is expert 2 of the model.
     """
     numbers: dict[str, set[str]] = {}
     for match in map(_EXPERT.fullmatch, shapes):

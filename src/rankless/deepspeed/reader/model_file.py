@@ -50,7 +50,7 @@ class DeepSpeedModelFile:
 
     Attributes:
         path: The file.
-        module: The state dict of the model; empty for a stage of a pipeline, whose layers have files of their own.
+        module: The state dict of the model; empty for a stage of a pipeline: its layers have files of their own.
         shapes: The shapes of the trained parameters of each group, or sub-group of ZeRO-3; ``None`` without ZeRO.
         frozen_shapes: The shapes of the frozen parameters, if they are known.
         frozen: The part of each frozen parameter that a rank of ZeRO-3 has.

@@ -1,4 +1,4 @@
-"""Optimizers without ZeRO and without master weights: state dicts of torch, in which parameters have numbers.
+"""Optimizers without ZeRO and without master weights: state dicts of torch with numbers for parameters.
 
 :mod:`rankless.deepspeed.reader.tag_contents` calls it on each rank that opens such a checkpoint. Numbers without a
 certain name must be refused: states would belong to other parameters.

@@ -41,7 +41,10 @@ def read_layers(files: TagFiles, access: FileAccess) -> dict[int, dict[str, Any]
 
 
 def name_layers(layers: Layers) -> dict[str, Any]:
-    """Return the tensors of all layers by their names in the pipeline's model: ``0.weight``."""
+    """Return the tensors of all layers by their names in the pipeline's model: ``0.weight``.
+
+    For example, ``weight`` of layer 3 is ``3.weight``.
+    """
     return {f"{number}.{name}": value for number, tensors in layers.items() for name, value in tensors.items()}
 
 

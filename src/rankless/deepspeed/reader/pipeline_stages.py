@@ -27,8 +27,8 @@ _GROUP = 64
 class StageFiles:
     """The files of a stage.
 
-    ``models`` has one file, or those of all data-parallel ranks if they have parts of frozen parameters. ``others`` are
-    files that were not read.
+    ``models`` has one file, or the files of all data-parallel ranks if they have parts of frozen parameters. ``others``
+    are files that were not read.
     """
 
     models: Sequence[DeepSpeedModelFile]

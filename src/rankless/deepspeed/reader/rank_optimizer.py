@@ -35,7 +35,7 @@ _SHARED = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 class RankOptimizer:
     """The optimizer of a rank.
 
-    Its flat tensors are those of the groups, or of the sub-groups of ZeRO-3.
+    It has a flat tensor for each group, or for each sub-group of ZeRO-3.
 
     Attributes:
         path: The file.
@@ -79,7 +79,7 @@ def parse_optimizer_file(root: Mapping[Any, Any], path: Path) -> RankOptimizer:
 
 
 class _OptimizerParser:
-    """A parser of one rank's state, in which ``key`` has the master weights."""
+    """A parser of one rank's state. The master weights are in it under ``key``."""
 
     def __init__(self, state: Mapping[str, Any], key: str, path: Path) -> None:
         self._state, self._key, self._path = state, key, path

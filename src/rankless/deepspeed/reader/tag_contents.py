@@ -144,7 +144,7 @@ class _FolderReader:
             )
 
     def _join_ranks(self, stages: list[StageFiles]) -> dict[str, Any]:
-        """Join what tensor-parallel ranks have. Return the model's state dict."""
+        """Join the parts of tensor-parallel ranks. Return the model's state dict."""
         files, folder = [stage.first for stage in stages], self._files.folder
         if not any(file.module for file in files):
             raise CorruptCheckpointError(
@@ -235,7 +235,7 @@ class _FolderReader:
         return components
 
     def _name_numbered(self, stages: list[StageFiles]) -> Any:
-        """Return the optimizer without ZeRO. Only those of the stages of a pipeline can get names."""
+        """Return the optimizer without ZeRO. Only optimizers of the stages of a pipeline can get names."""
         if not self._layers:
             return self._numbered[0]
         buffers = {name for stage in stages for name in stage.first.buffers}

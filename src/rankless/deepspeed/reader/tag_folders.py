@@ -1,4 +1,4 @@
-"""DeepSpeed's folders of checkpoints, in which a file names the newest tag, and the folders of the tags.
+"""DeepSpeed's folders of checkpoints, with a file that names the newest tag, and the folders of the tags.
 
 ``formats/registry.py`` names :func:`is_deepspeed`: the detection of formats asks it on each rank.
 """

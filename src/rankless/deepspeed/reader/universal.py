@@ -23,7 +23,7 @@ from rankless.formats.stored_tensor import StoredTensor
 from rankless.ondisk.data_files import TensorInfo
 from rankless.storage.store import store_of
 
-#: The files of the weights, and of what the ranks shared.
+#: The files of the weights, and of the values that the ranks shared.
 _WEIGHTS, _SHARED = "fp32", "optimizer_state.pt"
 
 #: Keys with values that are not per parameter.

@@ -60,7 +60,7 @@ def join_divided_model(
 ) -> WholeModel:
     """Return the model of ZeRO-3: master weights, and the frozen parameters that all ranks have parts of.
 
-    ``files`` are those of all data-parallel ranks, in their order.
+    ``files`` are the files of all data-parallel ranks, in their order.
     """
     first = files[0]
     frozen = dict(_join_frozen(files, budget)) if first.frozen_shapes else {}

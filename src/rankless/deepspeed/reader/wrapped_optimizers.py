@@ -1,4 +1,4 @@
-"""Optimizers without ZeRO, whose whole state is in the file of the model, with numbers instead of names.
+"""Optimizers without ZeRO. Their whole state is in the file of the model, with numbers instead of names.
 
 Source: ``state_dict`` in ``runtime/fp16/unfused_optimizer.py`` and ``runtime/fp16/fused_optimizer.py``.
 
@@ -25,7 +25,7 @@ _SAMPLE = 4096
 
 
 def is_wrapped(optimizer: Any) -> bool:
-    """Return whether a state is that of an optimizer with master weights. Else it is the state dict of torch."""
+    """Return whether a state is from an optimizer with master weights. Else it is the state dict of torch."""
     return isinstance(optimizer, dict) and _INNER in optimizer
 
 

@@ -2,9 +2,10 @@
 
 ZeRO-1 and 2, and BF16_Optimizer, concatenate the parameters of a group, pad the result, and cut it into parts of equal
 size, one for each rank. ZeRO-3 cuts each parameter by itself, and each rank concatenates its parts of the parameters of
-a sub-group.
+a sub-group. For example, with ZeRO-1 on two ranks, parameters of 5 and 3 elements give flat tensors of 4 elements: rank
+1's has the last element of the first parameter, and the second one.
 
-The joining of optimizers and models asks it, on each rank. The paddings are those of DeepSpeed.
+The joining of optimizers and models asks it, on each rank. DeepSpeed defines the paddings.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rankless.ondisk.read_budget import ReadBudget
 #: Units of work for a parameter.
 _PARAMETER = 8
 
-#: The shapes of parameters by name, in the order in which they are concatenated.
+#: The shapes of parameters by name, in the order of their elements in the flat tensor.
 Shapes = Mapping[str, tuple[int, ...]]
 
 #: The total size of a group is a multiple of this and the number of ranks.
@@ -27,7 +28,7 @@ _ALIGNMENT = 2
 
 
 class PartitionPiece(NamedTuple):
-    """Elements ``[start, stop)`` of the flat tensor of a rank, which are those of a parameter from ``position`` on."""
+    """Elements ``[start, stop)`` of the flat tensor of a rank, which are a parameter's from ``position`` on."""
 
     rank: int
     start: int
@@ -37,7 +38,7 @@ class PartitionPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacedParameter:
-    """A parameter whose elements are in the flat tensors of ranks.
+    """A parameter with elements in the flat tensors of ranks.
 
     They are elements ``first`` and later of a sequence that is cut into parts of ``part`` elements, one for each rank.
     In the flat tensor of a rank, its part begins at ``offset``.
@@ -62,7 +63,10 @@ class PlacedParameter:
 
 
 def count_elements(shapes: Shapes, paddings: Sequence[int]) -> int:
-    """Return the number of elements of the parameters of a group, and of the padding between them."""
+    """Return the number of elements of the parameters of a group, and of the padding between them.
+
+    For example, shapes ``(2, 3)`` and ``(4,)`` with paddings 0 and 2 have 12 elements.
+    """
     return sum(map(math.prod, shapes.values())) + sum(paddings)
 
 
@@ -84,7 +88,10 @@ def place_in_group(shapes: Shapes, paddings: Sequence[int], part: int, budget: R
 
 
 def share_size(shape: tuple[int, ...], ranks: int) -> int:
-    """Return the number of elements that each rank of ZeRO-3 has of a parameter, with padding on the last ones."""
+    """Return the number of elements that each rank of ZeRO-3 has of a parameter, with padding on the last ones.
+
+    For example, 10 elements on 4 ranks are 3 for each rank, with 2 elements of padding.
+    """
     return -(-math.prod(shape) // ranks)
 
 

@@ -1,8 +1,8 @@
 """The parameters that an optimizer trains, each with its master weights and states, as DeepSpeed can store them.
 
 :class:`~rankless.deepspeed.writer.universal_target.UniversalTarget` collects with it when it is made, on each rank, in
-the vote "planning the output": ranks share the work by the places of tensors, so all must get the same order. The
-name of a parameter becomes that of a folder: it must not lead out of the checkpoint.
+the vote "planning the output": ranks share the work by the places of tensors, so all must get the same order. A folder
+gets the name of the parameter: it must not lead out of the checkpoint.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class UniversalTarget:
     output_name = ""
 
     def __init__(self, source: ConversionSource, pending: Path) -> None:
-        """Plan the files. Raises ``InvalidArgumentError`` naming what DeepSpeed has no place for."""
+        """Plan the files. Raises ``InvalidArgumentError`` naming a value that DeepSpeed has no place for."""
         self._source, self._pending = source, pending
         self._fakes = FakeTensors(source.tensor_infos)
         tensors, values = self._fakes.build_tree(source, lambda groups, values: (groups, values))
@@ -65,7 +65,7 @@ class UniversalTarget:
         return FileLayout(list(self._files), spans, [0] * len(self._files))
 
     def write_metadata(self, fragments: KnownFragments) -> None:
-        """See :class:`rankless.conversion.target.ConversionTarget`. Warns of what DeepSpeed does not restore."""
+        """See :class:`rankless.conversion.target.ConversionTarget`. Warns of values that DeepSpeed does not restore."""
         del fragments  # these files have no room for CRCs
         write_small(self._pending / LATEST[1], self._tag.encode())
         sync_tree(self._pending)

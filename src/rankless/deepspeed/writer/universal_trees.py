@@ -18,7 +18,7 @@ from rankless.deepspeed.reader.deepspeed_file_names import UNIVERSAL
 from rankless.deepspeed.writer.trained_parameters import STEP, TrainedParameters
 from rankless.deepspeed.writer.universal_values import EngineValues
 
-#: The files of the model: that of ZeRO-1 and 2, and that of ZeRO-3, which DeepSpeed reads for its values only.
+#: The files of the model: of ZeRO-1 and 2, and of ZeRO-3. DeepSpeed reads the latter for its values only.
 _MODEL_FILE, _DIVIDED_FILE = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 _OPTIMIZER_FILE, _WEIGHTS = "optimizer_state.pt", "fp32"
@@ -54,7 +54,7 @@ class UniversalTrees:
         return files
 
     def warnings(self) -> Iterator[str]:
-        """Yield what DeepSpeed will not restore from these files."""
+        """Yield the values that DeepSpeed will not restore from these files."""
         module = self._module()
         if module:
             yield (
@@ -122,7 +122,7 @@ class UniversalTrees:
         return {STEP: group[0].step} if group and group[0].step is not None else {}
 
     def _common_settings(self) -> dict[str, Any]:
-        """Return the settings that are equal in all groups: ZeRO-3 gives all groups those of the first."""
+        """Return the settings that are equal in all groups: ZeRO-3 gives all groups the settings of the first."""
         first, *others = self.trained.settings
         return {key: value for key, value in first.items() if all(_is_equal(value, o.get(key)) for o in others)}
 

@@ -25,7 +25,7 @@ _OPTIMIZER_VALUES = ("dynamic_loss_scale", "overflow", "clip_grad")
 
 _SCALER, _SCHEDULER, _VERSION = "loss_scaler", "lr_scheduler", "ds_version"
 
-#: The version whose format is written, if the source names none.
+#: The version that the format is written for, if the source names none.
 _FORMAT_VERSION = "0.19.8"
 
 #: Keys that the format has for itself.
@@ -70,7 +70,7 @@ class EngineValues:
 
     @classmethod
     def from_source(cls, source: ConversionSource, values: Mapping[str, Any], steps: int | None) -> EngineValues:
-        """Collect the values. ``steps`` are those of the optimizer, for sources that name no other.
+        """Collect the values. ``steps`` are the optimizer's, for sources that name no other.
 
         Raises ``InvalidArgumentError`` for values that have no place.
         """

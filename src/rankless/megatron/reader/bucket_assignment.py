@@ -52,7 +52,7 @@ def assign_parts(matches: Sequence[BufferMatch], label: str) -> dict[RankPart, B
 
 
 def _filter_ties(parts: Iterable[RankPart], certain: Sequence[RankPart]) -> list[RankPart]:
-    """Return the parts that these ranks can have: of layers and of shards of which they have others for certain."""
+    """Return the parts that these ranks can have: of layers and of shards that they have other parts of for certain."""
     layers = {layer_of(part.name) for part in certain} - {None}
     shards = {(part.shards, part.index) for part in certain if part.shards > 1}
     counts = {count for count, _ in shards}
@@ -95,7 +95,10 @@ def _order_of(name: str, *, is_one_kind: bool) -> tuple[int, int, int] | None:
 
 
 def _split_name(name: str) -> tuple[int | None, str]:
-    """Return the number of the layer in a name, and the name inside that layer."""
+    """Return the number of the layer in a name, and the name inside that layer.
+
+    For example, ``decoder.layers.3.mlp.linear_fc1.weight`` gives 3 and ``mlp.linear_fc1.weight``.
+    """
     layer = layer_of(name)
     return (None, name) if layer is None else (layer, name.partition(f".{layer}.")[2])
 

@@ -1,7 +1,8 @@
-"""The search for the parts of parameters in flat buffers, whose files do not say which parameter lies where.
+"""The search for the parts of parameters in flat buffers: their files do not say which parameter lies where.
 
-Each part begins at a multiple of 64 elements from the start of its bucket. The parts that a position can hold are
-those whose weights are the rounded master weights there; see ``docs/migrating/megatron.md``.
+Each part begins at a multiple of 64 elements from the start of its bucket. A position can hold a part if the part's
+weights are the rounded master weights there; see ``docs/migrating/megatron.md``. For example, a part of 100 elements at
+the start of a bucket is followed by one at element 128.
 
 :mod:`rankless.megatron.reader.flat_states` calls it on each rank that opens a checkpoint with flat buffers.
 """
@@ -18,7 +19,7 @@ from rankless.megatron.reader.flat_buffers import FlatBuffer
 from rankless.megatron.reader.rank_parts import RankPart
 from rankless.ondisk.read_budget import ReadBudget
 
-#: Elements between the positions at which parameters begin.
+#: Parameters begin at positions that are multiples of so many elements.
 ALIGNMENT = 64
 
 #: Units of work for a comparison of samples.
@@ -30,7 +31,7 @@ SKIP = "read it without its optimizer (--key optimizer=skip)"
 
 @dataclass(frozen=True)
 class BufferMatch:
-    """A position in a buffer, and all parts whose weights are there."""
+    """A position in a buffer, and all parts that have their weights there."""
 
     buffer: FlatBuffer
     start: int

@@ -1,8 +1,8 @@
 """The model's arguments in the files of NeMo 2 and Megatron-Bridge, which name Megatron's configuration classes.
 
-The files are YAML. Of what they name nothing is imported: every scalar is read as text, and tags have no meaning.
-Source: ``nemo/lightning/io`` of NeMo 2, ``megatron/bridge/training/utils`` of Megatron-Bridge, and
-``TransformerConfig`` of megatron-core.
+The files are YAML. Nothing that they name is imported: every scalar is read as text, and tags have no meaning. Source:
+``nemo/lightning/io`` of NeMo 2, ``megatron/bridge/training/utils`` of Megatron-Bridge, and ``TransformerConfig`` of
+megatron-core.
 
 The readers of iterations ask it on each rank that opens a checkpoint without arguments.
 """
@@ -27,7 +27,7 @@ _MODEL_KEYS = {"run_config.yaml": "model", "model.yaml": "config"}
 #: The folder of the weights of NeMo 2.
 NEMO_WEIGHTS = "weights"
 
-#: The most bytes of a file. Those of large models have 50 kB.
+#: The most bytes of a file. Files of large models have 50 kB.
 _LARGEST = 2**20
 
 #: Megatron's names of arguments that have other names in a configuration.
@@ -53,7 +53,7 @@ def find_config(iteration: Path) -> Path | None:
 
 
 def choose_args(saved: Any, iteration: Path) -> ModelArgs:
-    """Return the arguments that a checkpoint has, or else those of its configuration.
+    """Return the arguments that a checkpoint has, or else the arguments in its configuration.
 
     A configuration that cannot be read is an error when the arguments are needed.
     """
@@ -92,7 +92,7 @@ def _parse_yaml(raw: bytes, file: Path) -> Any:
 
 
 def _to_value(value: Any) -> Any:
-    """Return the value of a scalar; the name of what a mapping points to; ``None`` for anything else."""
+    """Return the value of a scalar; the name of the object that a mapping points to; ``None`` for anything else."""
     if isinstance(value, dict):
         target = value.get("_target_")
         return target if isinstance(target, str) else None

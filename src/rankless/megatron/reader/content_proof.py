@@ -22,7 +22,7 @@ from rankless.megatron.reader.rank_parts import RankPart
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import dtype_width
 
-#: The dtype of master weights, and those of weights that can be compared with them.
+#: The dtype of master weights, and the dtypes of weights that can be compared with them.
 MASTER, ROUNDED = "F32", frozenset({"F32", "BF16", "F16"})
 
 #: The most elements of a part that are compared before it is used, and the elements of each of three samples of others.
@@ -58,7 +58,7 @@ def round_masters(raw: bytes, dtype: str) -> bytes:
 
 
 class WeightParts:
-    """The weights of a model, of which the parts of ranks are read as these stored them."""
+    """The weights of a model. The parts of ranks are read as the ranks stored them."""
 
     def __init__(self, weights: Mapping[str, JoinedTensor]) -> None:
         self._weights = weights
@@ -100,7 +100,7 @@ def sample_masters(master: FlatTensor, start: int, numel: int) -> bytes:
 
 
 def check_masters(pairs: Sequence[tuple[str, StoredTensor, StoredTensor]], source: str) -> None:
-    """Raise ``CorruptCheckpointError`` naming the first parameter whose master weights, rounded, are not its weights.
+    """Raise ``CorruptCheckpointError`` naming the first parameter if its master weights, rounded, are not its weights.
 
     ``pairs`` are parameters with their weights and their masters.
     """

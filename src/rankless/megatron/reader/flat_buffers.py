@@ -1,4 +1,4 @@
-"""Flat buffers of optimizer states, in which the parts of many parameters lie one after another.
+"""Flat buffers of optimizer states: the parts of many parameters lie one after another in a buffer.
 
 The readers of ``torch_dist`` and ``torch`` make them, on each rank that opens a checkpoint.
 """
@@ -24,7 +24,7 @@ from rankless.ondisk.dtypes import dtype_width
 
 @dataclass(frozen=True)
 class FlatTensor:
-    """A tensor of one dimension, of which ranges are cut."""
+    """A tensor of one dimension that ranges are cut from."""
 
     stored: StoredTensor
     chunks: Chunks

@@ -46,7 +46,7 @@ _UNKNOWN = "which is not what megatron-core 0.15 to 0.19 write"
 
 
 def read_fsdp_dtensor(path: Path, *, with_optimizer: bool) -> SavedState:
-    """Return the state in the folder of an iteration. Raises ``FormatError`` for what cannot be read."""
+    """Return the state in the folder of an iteration. Raises ``FormatError`` for contents that cannot be read."""
     saved = dcp_directory.read_tree(path, MEGATRON_NAMES)
     root = dict(saved.root)
     model, optimizer = root.pop("model", None), root.pop(_OPTIMIZER, None)
@@ -118,7 +118,10 @@ class _NameTable:
 
 
 def _strip_name(name: str) -> str:
-    """Return a name without the prefixes of wrappers, and with an expert's number where other formats have it."""
+    """Return a name without the prefixes of wrappers, and with an expert's number where other formats have it.
+
+    For example, ``…experts.linear_fc1.weight2`` becomes ``…experts.local_experts.2.linear_fc1.weight``.
+    """
     bare = strip_wrappers(name)
     if expert := _GROUPED_EXPERT.fullmatch(bare):
         return f"{expert[1]}.local_experts.{expert[4]}.{expert[2]}.{expert[3]}"

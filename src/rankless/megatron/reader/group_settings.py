@@ -1,11 +1,11 @@
-"""The parameter groups of Megatron's optimizers, whose files have settings and no lists of parameters.
+"""The parameter groups of Megatron's optimizers. Their files have settings and no lists of parameters.
 
 Megatron sorts parameters into groups by a rule, which is applied again: there is no weight decay for biases and
 parameters of one dimension, and experts have groups of their own if ranks divide them.
 Source: ``megatron/core/optimizer/__init__.py`` of megatron-core 0.15 to 0.19.
 
-The reader calls it on each rank that opens a checkpoint, the writer on each rank of a conversion. The rule must be that
-of Megatron.
+The reader calls it on each rank that opens a checkpoint, the writer on each rank of a conversion. The rule must be the
+same as Megatron's.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from rankless.formats.tree.expanded_size import check_expanded_size
 from rankless.formats.tree.tree_traversal import rebuild_tree
 from rankless.ondisk.read_budget import ReadBudget
 
-#: The packages whose classes and functions stand for themselves: they are named, and never imported or called.
+#: The packages with classes and functions that stand for themselves: they are named, and never imported or called.
 _PACKAGES = ("megatron.", "nemo.", "signal.", "transformer_engine.")
 
 #: Attributes of a namespace of the standard library.
@@ -28,7 +28,7 @@ _SCALARS = (str, int, float, bool, type(None))
 
 
 class MegatronGlobals(Mapping[str, object]):
-    """The allow-list of Megatron's files: that of torch's files, and every name of a few packages as an inert one."""
+    """The allow-list of Megatron's files: the one of torch's files, and all names of a few packages as inert ones."""
 
     def __getitem__(self, name: str) -> object:
         if name in NAMES:
@@ -56,7 +56,7 @@ MEGATRON_NAMES: Mapping[str, object] = MegatronGlobals()
 
 
 def make_plain(tree: Any, budget: ReadBudget) -> Any:
-    """Return a tree in which Megatron's objects are plain: a member of an enumeration is a text, others are dicts."""
+    """Return a tree with plain values for Megatron's objects: texts for members of enumerations, else dicts."""
     check_expanded_size(tree, budget)
     return rebuild_tree(tree, lambda _, leaf: _make_leaf_plain(leaf))
 

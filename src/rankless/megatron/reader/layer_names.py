@@ -26,13 +26,16 @@ _WRAPPERS = re.compile(r"(?:model\.|module\.){1,5}(?=(?:embedding|decoder|output
 
 
 def strip_wrappers(name: str) -> str:
-    """Return a name without the prefixes of wrappers around the model."""
+    """Return a name without the prefixes of wrappers around the model.
+
+    For example, ``model.module.decoder.layers.0.weight`` becomes ``decoder.layers.0.weight``.
+    """
     match = _WRAPPERS.match(name)
     return name if match is None else name[match.end() :]
 
 
 def layer_of(name: str) -> int | None:
-    """Return the number of the layer in a name, or ``None``."""
+    """Return the number of the layer in a name, or ``None``. For example, 3 for ``decoder.layers.3.weight``."""
     match = _NUMBER.match(name)
     return None if match is None else int(match[1])
 

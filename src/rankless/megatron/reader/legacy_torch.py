@@ -43,7 +43,7 @@ _RNG, _MODEL, _OPTIMIZER = "rng_state", "model", "optimizer"
 
 @dataclass(frozen=True)
 class _RankFile:
-    """The file of a rank: its numbers, and what it holds."""
+    """The file of a rank: its numbers, and its contents."""
 
     stage: int
     rank: int
@@ -52,7 +52,7 @@ class _RankFile:
 
 
 def read_rank_folders(path: Path, *, with_optimizer: bool) -> SavedState:
-    """Return the state in the folder of an iteration. Raises ``FormatError`` for what cannot be read."""
+    """Return the state in the folder of an iteration. Raises ``FormatError`` for contents that cannot be read."""
     budget, digests = ReadBudget(), list[int]()
     files: list[Path] = []
     ranks: list[_RankFile] = []
@@ -82,7 +82,7 @@ def _read_file(path: Path, file: Path, budget: ReadBudget, digests: list[int]) -
 
 
 def _check_degrees(path: Path, ranks: list[_RankFile], args: ModelArgs) -> None:
-    """Raise an error if the files are not those of all ranks, or of kinds of parallelism that are not read."""
+    """Raise an error if files of some ranks are missing, or belong to kinds of parallelism that are not read."""
     if args.get("expert_model_parallel_size", 1) != 1 or args.get("virtual_pipeline_model_parallel_size", None):
         raise FormatError(
             f"{path} was written with expert parallelism or a virtual pipeline in the format torch, which rankless "
@@ -162,7 +162,7 @@ def _add_optimizer(
 
 
 def _add_rank_states(state: SavedState, buffers: Mapping[str, list[FlatBuffer]], parts: list[RankPart]) -> None:
-    """Add the states of one rank to those of the others: each has other boxes of the parameters."""
+    """Add the states of one rank to the others' states: each has other boxes of the parameters."""
     positions = find_parts(buffers, state.weights, parts, state.budget)
     for name, states in join_states(state.weights, positions).items():
         present = state.states.setdefault(name, {})
@@ -172,7 +172,7 @@ def _add_rank_states(state: SavedState, buffers: Mapping[str, list[FlatBuffer]],
 
 
 def _add_values(state: SavedState, ranks: list[_RankFile]) -> None:
-    """Add the values that all ranks share, which are those of the first one, and the random states of each."""
+    """Add the values that all ranks share, taken from the first one, and the random states of each."""
     left_out = {_MODEL, _OPTIMIZER, _RNG}
     state.values = {key: value for key, value in ranks[0].root.items() if key not in left_out}
     optimizer = ranks[0].root.get(_OPTIMIZER)

@@ -119,7 +119,10 @@ def _read_description(path: Path) -> dict[str, Any]:
 
 
 def list_rank_folders(path: Path) -> dict[tuple[int, ...], Path]:
-    """Return the folders of ranks in the format ``torch``, by the numbers in their names."""
+    """Return the folders of ranks in the format ``torch``, by the numbers in their names.
+
+    For example, ``mp_rank_01_002`` has the numbers 1 and 2.
+    """
     folders = {folder: _RANK.fullmatch(folder.name) for folder in store_of(path).list_subdirectories(path)}
     return {
         tuple(int(number) for number in match.groups() if number is not None): folder
@@ -157,7 +160,7 @@ def resolve_iteration(path: Path) -> Path:
 
 
 def _read_latest(path: Path) -> tuple[Path, str]:
-    """Return the file that names a run's newest iteration, and what it says."""
+    """Return the file that names a run's newest iteration, and its text."""
     store = store_of(path)
     if store.file_exists(path / LATEST):
         store.check_regular(path / LATEST, within=(path,))

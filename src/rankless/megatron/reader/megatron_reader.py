@@ -42,9 +42,9 @@ _TORCH_DIST = "torch_dist"
 class MegatronReader(TreeReader):
     """One iteration of Megatron, or the newest one of a run.
 
-    ``keys``: ``layout`` is ``megatron`` (the default) for Megatron's names, or ``hf`` for those of transformers, with
-    the tensors divided as transformers has them. ``weights`` says which tensors the model gets: ``master`` (the
-    default), the optimizer's master weights if there are any, or ``model``, those that the model computed with.
+    ``keys``: ``layout`` is ``megatron`` (the default) for Megatron's names, or ``hf`` for transformers' names, with the
+    tensors divided as transformers has them. ``weights`` says which tensors the model gets: ``master`` (the default),
+    the optimizer's master weights if there are any, or ``model``, the weights that the model computed with.
     ``optimizer``: ``read`` (the default) or ``skip`` its states. ``vocab_size`` is the number of rows of the embedding
     without padding, if ``args`` have none.
     """
@@ -173,7 +173,7 @@ def _step_of(group: Mapping[str, Any], state: SavedState) -> StoredTensor | None
 
 
 def _check_copies(copies: Sequence[tuple[str, Sequence[StoredTensor]]], source: str) -> None:
-    """Raise ``CorruptCheckpointError`` naming the first tensor of which ranks have different copies."""
+    """Raise ``CorruptCheckpointError`` naming the first tensor that ranks have different copies of."""
     for name, tensors in copies:
         first = digest_tensor(tensors[0])
         if any(digest_tensor(other) != first for other in tensors[1:]):

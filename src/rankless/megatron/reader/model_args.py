@@ -15,7 +15,7 @@ from rankless.errors import FormatError
 #: The largest number of heads, of features and of entries of a vocabulary.
 _LARGEST = 2**31
 
-#: What to do about a checkpoint that no family has.
+#: Advice for a checkpoint that no family has.
 READ_ADVICE = 'keep Megatron\'s names with keys={"layout": "megatron"}, on the command line --layout megatron'
 
 

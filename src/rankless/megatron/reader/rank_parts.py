@@ -1,6 +1,6 @@
 """The parts that tensor-parallel ranks have of parameters. A rank stores each of its parts in row-major order.
 
-The readers of iterations use it on each rank. The order of elements in a part is that in which Megatron stored it.
+The readers of iterations use it on each rank. The elements of a part are in the order that Megatron stored them in.
 """
 
 from __future__ import annotations

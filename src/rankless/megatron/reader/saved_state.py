@@ -37,8 +37,8 @@ class SavedState:
         steps: The number of steps of each parameter, if it is not in the groups.
         common_step: The number of steps, if it is not in the groups.
         values: All other values.
-        proofs: Parameters whose masters, rounded, must be their weights, because masters were assigned by content.
-        copies: Tensors of which several ranks have copies, by name.
+        proofs: Parameters that must have their rounded masters as weights, because masters were assigned by content.
+        copies: Tensors that several ranks have copies of, by name.
     """
 
     path: Path

@@ -1,6 +1,6 @@
-"""The names of tensors in the files of one pipeline stage, whose layers are numbered from zero on.
+"""The names of tensors in the files of one pipeline stage. Its layers are numbered from zero on.
 
-The readers of ``torch`` and ``fsdp_dtensor`` rename with it, on each rank. The names must become those of
+The readers of ``torch`` and ``fsdp_dtensor`` rename with it, on each rank. The results must be the same names as in
 ``torch_dist``.
 """
 
@@ -20,7 +20,7 @@ _NORMS = {
 
 
 class StageNames:
-    """The names of the tensors of a stage, whose first layer is number ``first_layer`` of the model."""
+    """The names of the tensors of a stage. Its first layer is number ``first_layer`` of the model."""
 
     def __init__(self, names: Collection[str], first_layer: int) -> None:
         self._names, self._first_layer = frozenset(names), first_layer
@@ -31,7 +31,10 @@ class StageNames:
         return len({match[1] for name in names if (match := _LAYER.fullmatch(name))})
 
     def rename(self, name: str) -> str:
-        """Return the name that a tensor has in ``torch_dist``, with the layer's number in the model."""
+        """Return the name that a tensor has in ``torch_dist``, with the layer's number in the model.
+
+        For example, with ``first_layer`` 4, layer 0 of the stage becomes layer 4.
+        """
         match = _LAYER.fullmatch(name)
         if match is None:
             return name

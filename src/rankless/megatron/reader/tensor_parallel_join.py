@@ -1,7 +1,7 @@
 """Joining the tensors that tensor-parallel ranks have of a parameter, by Megatron's fixed rules.
 
-:mod:`rankless.megatron.reader.legacy_torch` calls it on each rank that opens an iteration. The rules must be those
-of Megatron: a wrong one would mix up rows.
+:mod:`rankless.megatron.reader.legacy_torch` calls it on each rank that opens an iteration. The rules must be the same
+as Megatron's: a wrong one would mix up rows.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ _FORM = "param_state_sharding_type"
 #: The names of the states of a parameter in the files.
 _MASTERS, _STATES = ("param", "fp32_param"), ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
-#: The keys of the optimizer, of which there may be several, as for experts.
+#: The keys of the optimizer. There may be several of these, as for experts.
 _PREFIX = r"(?:chained_\d{1,3}\.)?optimizer\."
 _OPTIMIZER = re.compile(_PREFIX + ".+")
 _STATE = re.compile(_PREFIX + r"state\.([^.]+)\.(.+)")
@@ -53,12 +53,12 @@ _BUCKET = re.compile(
 )
 _SHARD = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 
-#: The ends of the keys of objects that are not read: state of Transformer Engine, and what the buckets tell themselves.
+#: The ends of the keys of objects that are not read: state of Transformer Engine, and facts that the buckets repeat.
 _IGNORED = ("_extra_state", ".per_bucket_numel", ".per_bucket_numel_unpadded")
 
 
 def read_torch_dist(path: Path, *, with_optimizer: bool) -> SavedState:
-    """Return the state in the folder of an iteration. Raises ``FormatError`` for what cannot be read."""
+    """Return the state in the folder of an iteration. Raises ``FormatError`` for contents that cannot be read."""
     saved = dcp_directory.read_tree(path, MEGATRON_NAMES)
     objects = {key: value for key, value in saved.entries.items() if not isinstance(value, ChunkedTensor)}
     shards = {name: make_plain(value, saved.budget) for name, value in _read_objects(objects)}
@@ -125,7 +125,7 @@ class _StateBuilder:
         return self._state
 
     def _split_entries(self, *, with_optimizer: bool) -> tuple[dict[str, ChunkedTensor], dict[str, ChunkedTensor]]:
-        """Return the tensors of the optimizer, by key, and those of the model."""
+        """Return the tensors of the optimizer, by key, and the tensors of the model."""
         optimizer: dict[str, ChunkedTensor] = {}
         model: dict[str, ChunkedTensor] = {}
         for key, tensor in self._saved.entries.items():
@@ -226,10 +226,11 @@ def _list_forms(tree: Any) -> list[Any]:
 
 
 def _restore_shape(name: str, stored: ChunkedTensor, shape: tuple[int, ...], budget: ReadBudget) -> ChunkedTensor:
-    """Return a tensor of ``fully_sharded_model_space``, whose parts are stored flat, in its own shape.
+    """Return a tensor of ``fully_sharded_model_space``, which has its parts stored flat, in its own shape.
 
     A tensor of shape [X, Y] is stored with the shape [X / x, Y / y, x * y], where [x, y] is the shape of the part of a
-    rank. megatron-core 0.7 to 0.15 wrote it. Raises ``CorruptCheckpointError`` if the parts do not fit into ``shape``.
+    rank. For example, [4, 6] in parts of [2, 3] is stored as [2, 2, 6]. megatron-core 0.7 to 0.15 wrote it. Raises
+    ``CorruptCheckpointError`` if the parts do not fit into ``shape``.
     """
     grid = stored.info.shape[:-1]
     part = tuple(size // max(1, count) for size, count in zip(shape, grid, strict=False))

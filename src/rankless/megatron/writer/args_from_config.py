@@ -18,7 +18,7 @@ from rankless.megatron.reader.model_args import ModelArgs
 #: Model types with the tensors of another one.
 _SAME = {"mistral": "llama"}
 
-#: What to do about a tensor that has no place in Megatron.
+#: Advice for a tensor that has no place in Megatron.
 ADVICE = "leave tensors out with exclude (--exclude), or name them as this family does with rename (--rename)"
 
 

@@ -1,4 +1,4 @@
-"""The values of a checkpoint of Megatron: what all ranks share, and the objects of single ranks.
+"""The values of a checkpoint of Megatron: values that all ranks share, and the objects of single ranks.
 
 :class:`~rankless.megatron.writer.megatron_target.MegatronTarget` calls it on every rank when it is made. The keys are
 Megatron's.
@@ -22,7 +22,7 @@ from rankless.state.tensor_views import DTYPES
 #: The form of the optimizer's states: each like its parameter, for any layout of ranks.
 _FORM = "fully_reshardable"
 
-#: What the keys of the tensors depend on. Megatron reads it before it asks for tensors.
+#: The settings that the keys of the tensors depend on. Megatron reads it before it asks for tensors.
 _CONTENT = {
     "distrib_optim_sharding_type": _FORM,
     "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -50,7 +50,7 @@ _SHARD = re.compile(r"(\d{1,6}(?:\.\d{1,6})*)(?:_(\d{1,6}(?:\.\d{1,6})*))?")
 
 
 def build_common(source: MegatronSource, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what all ranks share: arguments, iteration, groups of the optimizer and settings of the schedule."""
+    """Return the values that all ranks share: arguments, iteration, optimizer groups and settings of the schedule."""
     content = values.get("user_content")
     megatron = content if isinstance(content, Mapping) and "args" in content else {}
     own = {key: value for key, value in megatron.items() if not _is_sharded(value)}
@@ -89,7 +89,10 @@ def list_objects(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name_shards(shards: Sequence[str]) -> list[str]:
-    """Return the names of shards, all with the numbers of places."""
+    """Return the names of shards, all with the numbers of places.
+
+    For example, ``0`` and ``1`` become ``0_2`` and ``1_2``.
+    """
     if all("_" in shard for shard in shards):
         return list(shards)
     places = [[int(number) for number in shard.partition("_")[0].split(".")] for shard in shards]

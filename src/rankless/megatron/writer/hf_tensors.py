@@ -21,7 +21,8 @@ from rankless.megatron.reader.transformers_layout import EMBEDDING, EXPERT, OUTP
 from rankless.megatron.writer.parts import LayerTensor, Part, join_parts
 from rankless.ondisk.data_files import TensorInfo
 
-#: The names of transformers 5 in memory, where the experts of a layer are one tensor, and what they stand for.
+#: The names of transformers 5 in memory, where the experts of a layer are one tensor, and the names that they stand
+#: for.
 _ROUTERS = {"mlp.gate.weight": "block_sparse_moe.gate.weight"}
 _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 _HEADS = {"lm_head.weight": "embed_out.weight", "embed_out.weight": "lm_head.weight"}
@@ -167,7 +168,7 @@ class _TensorPlanner:
         return shapes
 
     def _list_inner(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yield Megatron's names in a layer, with those of transformers."""
+        """Yield Megatron's names in a layer, with transformers' names."""
         yield from self.family.inner.items()
         for expert in range(self.args.require_size("num_experts")) if self.family.experts else ():
             gate, projection, output = (name.format(expert) for name in self.family.experts or ())
@@ -184,7 +185,7 @@ class _TensorPlanner:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def _invert(self, shape: tuple[int, ...], pieces: tuple[TransformersPiece, ...]) -> tuple[Part, ...]:
-        """Return the parts of a tensor of Megatron of which transformers has these pieces."""
+        """Return the parts of a tensor of Megatron that transformers has as these pieces."""
         row = math.prod(shape[1:])
         parts = []
         for piece in pieces:

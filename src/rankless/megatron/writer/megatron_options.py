@@ -20,10 +20,11 @@ class MegatronOptions:
     """The settings that a source does not have.
 
     Attributes:
-        config: The path of a ``config.json``, or of a folder with one. Default: that of the source.
-        vocab_divisible_by: The embedding gets rows of zeros until their number is a multiple of this.
+        config: The path of a ``config.json``, or of a folder with one. Default: the source's.
+        vocab_divisible_by: The embedding gets rows of zeros until their number is a multiple of this: for example,
+            50257 rows become 50304 with 128.
         consumed_samples: The number of samples that the training has consumed, where Megatron's schedule and data go
-            on. Default: what the source says, or 0.
+            on. Default: the number in the source, or 0.
         expert_parallel: Whether experts get parameter groups of their own, as in a training with expert parallelism.
     """
 

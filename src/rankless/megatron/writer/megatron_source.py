@@ -57,7 +57,7 @@ class MegatronPlan:
 
 @dataclass(frozen=True)
 class MegatronSource(ConversionSource):
-    """A source whose tensors are as Megatron needs them: cast, transposed, and weights also as master weights."""
+    """A source with tensors as Megatron needs them: cast, transposed, and weights also as master weights."""
 
     plan: MegatronPlan = field(kw_only=True)
 
@@ -147,7 +147,7 @@ def _transpose_tensors(source: ConversionSource, names: Sequence[str]) -> Conver
 def _cast_tensors(source: ConversionSource, states: OptimizerStates | None, args: ModelArgs) -> ConversionSource:
     """Return a source with master weights and states of 32 bits, and weights in the dtype that the model computes in.
 
-    Readers give the master weights as the model, and Megatron's arguments say what the weights were.
+    Readers give the master weights as the model, and Megatron's arguments give the dtype of the weights.
     """
     if states is None:
         return source

@@ -1,7 +1,7 @@
 """The conversion target ``megatron``: a run's folder with one iteration of ``torch_dist``.
 
-Megatron loads it into any layout of ranks. A source with a training step gives ``iter_…``, another one ``release``,
-from which Megatron takes the weights alone.
+Megatron loads it into any layout of ranks. A source with a training step gives ``iter_…``, such as ``iter_0000100``,
+another one ``release``. Of that Megatron takes the weights alone.
 
 :mod:`rankless.formats.registry` names it, and a conversion makes one on every rank, of a source that
 :mod:`rankless.megatron.writer.megatron_source` has adapted; see :class:`rankless.conversion.target.ConversionTarget`
@@ -35,7 +35,7 @@ from rankless.storage.posix import make_directory, sync_tree, write_small
 #: The group of the checkpoint's tensors, which no source has.
 _STORED = "stored"
 
-#: What says that the folder is one of ``torch_dist``.
+#: The file that marks the folder as one of ``torch_dist``.
 _DESCRIPTION = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -102,7 +102,7 @@ class MegatronTarget:
 
     @staticmethod
     def _locate_parts(entry: StoredEntry, spans: Sequence[FileSpan]) -> Iterator[tuple[Key, FileSpan]]:
-        """Yield the spans of the source's tensors of which a tensor consists."""
+        """Yield the spans of the source's tensors that a tensor consists of."""
         width = dtype_width(entry.info.dtype)
         ordered = sorted(spans, key=lambda span: span.start)
         first = 0

@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerTensor:
-    """A tensor of one layer in Megatron's orientation. What no part has is zero."""
+    """A tensor of one layer in Megatron's orientation. Elements that no part has are zero."""
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]

@@ -28,7 +28,7 @@ STATES = ("exp_avg", "exp_avg_sq")
 #: How to convert without the optimizer.
 _SKIP = "convert the model alone with model_only (--model-only)"
 
-#: What Megatron, and the optimizers of Transformer Engine and Apex, expect in each group.
+#: The settings that Megatron, and the optimizers of Transformer Engine and Apex, expect in each group.
 _EXPECTED = {RATE: 1.0, DECOUPLED: False, "default_config": True, "bias_correction": True}
 
 

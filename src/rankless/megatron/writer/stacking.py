@@ -1,4 +1,4 @@
-"""Megatron's keys: equal layers are one tensor, whose first dimension counts them, and the next one experts.
+"""Megatron's keys: equal layers are one tensor. Its first dimension counts them, and the next one experts.
 
 Source: ``sharded_state_dict`` of ``transformer_block.py`` and ``moe/experts.py`` of megatron-core 0.16.
 
@@ -23,7 +23,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 _EXPERT = re.compile(r"(.+\.experts)\.local_experts\.(\d{1,6})\.(.+)")
 _KNOWN = re.compile(r"(?:decoder|embedding|output_layer)\..+")
 
-#: Arguments of models whose layers differ, so that Megatron does not stack them.
+#: Arguments of models with layers that differ, so that Megatron does not stack them.
 _DIFFERING = ("moe_layer_freq", "linear_attention_freq")
 
 #: Modules that keep a state of their own, for FP8: each has one object a layer. Without FP8 it is empty.
@@ -48,7 +48,10 @@ class StackedModel:
 
 
 def is_megatron_name(name: str) -> bool:
-    """Return whether a parameter has one of Megatron's names."""
+    """Return whether a parameter has one of Megatron's names.
+
+    For example, ``decoder.layers.0.mlp.linear_fc1.weight`` is one.
+    """
     return _LAYER.fullmatch(name) is not None or name in {EMBEDDING, OUTPUT}
 
 
@@ -67,7 +70,7 @@ def plan_from_megatron(shapes: Mapping[str, tuple[int, ...]], divisor: int, sour
 
 
 def pad_rows(rows: int, divisor: int) -> int:
-    """Return the number of rows of an embedding with its padding."""
+    """Return the number of rows of an embedding with its padding. For example, 10 rows become 12 with the divisor 4."""
     return -(-rows // divisor) * divisor
 
 
@@ -94,7 +97,7 @@ def stack_layers(tensors: Mapping[str, LayerTensor], args: ModelArgs) -> Stacked
     return StackedModel(stacked, stacks, is_homogeneous)
 
 
-#: The tensors of a layer by name, each with the number of its experts if it has those of all.
+#: The tensors of a layer by name, each with the number of its experts if it has all experts.
 _Layer = dict[str, tuple[LayerTensor, tuple[int, ...]]]
 
 

@@ -29,9 +29,9 @@ from rankless.ondisk.values import ArrayCodec
 
 
 class TransposedReader:
-    """The checkpoint of ``inner``, in which the tensors of ``keys`` have rows and columns exchanged.
+    """The checkpoint of ``inner``, but tensors of ``keys`` have rows and columns exchanged.
 
-    Their blocks are not those that the checkpoint's checksums are for, so :meth:`verify_transposed` checks them.
+    The checkpoint's checksums are for other blocks, so :meth:`verify_transposed` checks them.
     """
 
     def __init__(self, inner: Reader, keys: Collection[Key]) -> None:

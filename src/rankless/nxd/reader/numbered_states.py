@@ -4,7 +4,7 @@ Numbers count over all param groups of the optimizer of one pipeline stage. With
 of the model. The layout says which groups there are, and which parameters are in none.
 
 :class:`~rankless.nxd.reader.nxd_reader.NxdReader` calls it on each rank that opens a checkpoint. The order of the
-numbers is that of NxD's optimizer.
+numbers must be the same as in NxD's optimizer.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _names_by_group(stage: PipelineStage, spec: ShardingSpec, number: int, exper
 
 
 def _sort_by_groups(trained: list[str], spec: ShardingSpec) -> list[str]:
-    """Return the parameters in the order in which ``groups`` list them, or in the model's order for patterns."""
+    """Return the parameters in the order of the lists in ``groups``, or in the model's order for patterns."""
     listed = {name: index for index, name in enumerate(name for group in spec.groups for name in group)}
     return sorted(trained, key=listed.__getitem__) if all(name in listed for name in trained) else trained
 
@@ -133,7 +133,7 @@ def _sort_by_groups(trained: list[str], spec: ShardingSpec) -> list[str]:
 def _whole_names(stage: PipelineStage, unsharder: Unsharder, pid: Any, name: str) -> list[str]:
     """Return the names of the whole parameters in an NxD parameter.
 
-    Raises ``InvalidArgumentError`` if the shapes differ from those of the optimizer.
+    Raises ``InvalidArgumentError`` if the shapes differ from the optimizer's shapes.
     """
     shards = stage.shards_of(name)
     for row, optimizers in zip(shards, stage.optimizers, strict=False):

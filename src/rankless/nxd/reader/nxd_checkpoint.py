@@ -166,7 +166,7 @@ def _plain_state(file: RankFile, saved: NxdCheckpoint) -> Mapping[str, Any]:
 
 
 def _join_with_experts(files: Sequence[RankFile], experts: int, saved: NxdCheckpoint) -> Sequence[Mapping[str, Any]]:
-    """Join ZeRO-1 states with experts, whose data-parallel groups consist of every ``experts``-th rank."""
+    """Join ZeRO-1 states with experts. Their data-parallel groups consist of every ``experts``-th rank."""
     if len(files) % experts:
         raise CorruptCheckpointError(
             f"{saved.path}: {len(files)} data-parallel ranks cannot form {experts} equal groups of experts"

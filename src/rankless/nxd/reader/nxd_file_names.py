@@ -40,13 +40,16 @@ class RankCoordinates(NamedTuple):
     pp: int
 
     def file_name(self, *, experts: bool) -> str:
-        """Return the name of the rank's file."""
+        """Return the name of the rank's file. For example, ``dp_rank_00_tp_rank_01_pp_rank_00.pt``."""
         ep = f"_ep_rank_{self.ep:02}" if experts else ""
         return f"dp_rank_{self.dp:02}{ep}_tp_rank_{self.tp:02}_pp_rank_{self.pp:02}.pt"
 
 
 def full_name(tp: int, pp: int) -> str:
-    """Return the name that NxD's converter gives to the joined file of all data-parallel ranks."""
+    """Return the name that NxD's converter gives to the joined file of all data-parallel ranks.
+
+    For example, ``full_tp_rank_01_pp_rank_00.pt``.
+    """
     return f"full_tp_rank_{tp:02}_pp_rank_{pp:02}.pt"
 
 

@@ -48,10 +48,10 @@ class NxdReader(TreeReader):
     """An NxD checkpoint: the folder of a tag, or the newest tag in a folder of them.
 
     ``keys``: ``layout`` is the name of a layout, the path of a spec file, or its text. ``weights`` says which tensors
-    the model gets: ``master`` (the default), the optimizer's master weights if there are any, or ``model``, those that
-    the model computed with. ``copies``: with ``equal`` (the default), tensor-parallel ranks must have equal copies of
-    what they do not divide; with ``first``, the first rank's is used. ``optimizer``: ``read`` (the default) or ``skip``
-    its states.
+    the model gets: ``master`` (the default), the optimizer's master weights if there are any, or ``model``, the weights
+    that the model computed with. ``copies``: with ``equal`` (the default), tensor-parallel ranks must have equal copies
+    of tensors that they do not divide; with ``first``, the first rank's is used. ``optimizer``: ``read`` (the default)
+    or ``skip`` its states.
     """
 
     def __init__(self, path: Path, keys: Mapping[str, str]) -> None:

@@ -98,7 +98,7 @@ class RankShard(StoredTensor):
 
 @dataclass(frozen=True)
 class RankFile:
-    """The file of a rank. ``nbytes`` and ``digest`` are those of the pickle; ``files`` are its existing files."""
+    """The file of a rank. ``nbytes`` and ``digest`` are of the pickle; ``files`` are its existing files."""
 
     path: Path
     root: Any

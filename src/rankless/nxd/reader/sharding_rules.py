@@ -2,8 +2,8 @@
 
 Source: ``examples/training`` and ``scripts/checkpoint_converter.py`` of NxD 0.18.
 
-The reader and the writer of NxD's format load specs with it, on each rank that needs one. The rules must be those of
-the models in NxD's examples: a wrong rule would mix up rows.
+The reader and the writer of NxD's format load specs with it, on each rank that needs one. The rules must match the
+models in NxD's examples: a wrong rule would mix up rows.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def load_spec(text: str) -> ShardingSpec:
 
 
 def _parse_option(option: str, text: str) -> tuple[str, int]:
-    """Parse an option of a named layout."""
+    """Parse an option of a named layout. For example, ``kv_heads=8``."""
     key, _, value = option.partition("=")
     if key not in _OPTIONS or not value.isdecimal() or int(value) < 1:
         raise InvalidArgumentError(

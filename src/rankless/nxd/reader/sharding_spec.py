@@ -1,7 +1,8 @@
 """Sharding specs: how tensor-parallel ranks divide parameters, which NxD's files do not contain.
 
-A spec (a "layout" for users) is a list of rules; the first rule whose pattern matches a parameter's name applies. ``*``
-in a pattern matches any text. ``docs/migrating/nxd.md`` describes spec files.
+A spec (a "layout" for users) is a list of rules; the first rule with a pattern that matches a parameter's name applies.
+``*`` in a pattern matches any text: for example, ``*.q_proj.weight`` matches ``layers.0.q_proj.weight``.
+``docs/migrating/nxd.md`` describes spec files.
 
 The reader joins by it, and the writer divides by it. Users write such files: the fields must keep their meaning.
 """
@@ -109,7 +110,10 @@ class ShardingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         raise InvalidArgumentError(f"the layout does not say how NxD stores {name!r}: add a rule for it")
 
     def stage_of(self, name: str, layers: int, stages: int) -> int:
-        """Return the pipeline stage of a parameter by its name in NxD, given the numbers of layers and stages."""
+        """Return the pipeline stage of a parameter by its name in NxD, given the numbers of layers and stages.
+
+        For example, of 8 layers on 2 stages, layers 4 to 7 are on stage 1.
+        """
         layer = match_number(self.layer, name) if self.layer else None
         if layer is not None:
             return layer * stages // layers
@@ -172,7 +176,10 @@ def _compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def match_stars(pattern: str, name: str) -> tuple[str, ...] | None:
-    """Return the texts that the ``*`` of a pattern match in a name, or ``None`` if it does not match."""
+    """Return the texts that the ``*`` of a pattern match in a name, or ``None`` if it does not match.
+
+    For example, ``*.weight`` matches ``a.b.weight`` with the text ``a.b``.
+    """
     match = _compile_pattern(pattern).fullmatch(name)
     if match is None:
         return None
@@ -181,19 +188,22 @@ def match_stars(pattern: str, name: str) -> tuple[str, ...] | None:
 
 
 def match_number(pattern: str, name: str) -> int | None:
-    """Return the number that ``{}`` of a pattern matches in a name, or ``None`` if it does not match."""
+    """Return the number that ``{}`` of a pattern matches in a name, or ``None`` if it does not match.
+
+    For example, ``layers.{}.*`` has the number 3 in ``layers.3.weight``.
+    """
     match = _compile_pattern(pattern).fullmatch(name)
     return int(match["number"]) if match and "number" in match.re.groupindex else None
 
 
 def fill_template(pattern: str, texts: Sequence[str]) -> str:
-    """Replace each ``*`` of a pattern by a text."""
+    """Replace each ``*`` of a pattern by a text. For example, ``*.bias`` with the text ``a`` gives ``a.bias``."""
     remaining = iter(texts)
     return "".join(next(remaining) if part == "*" else part for part in re.split(r"(\*)", pattern))
 
 
 def parse_spec(text: str, origin: str) -> ShardingSpec:
-    """Parse a spec from JSON. Raises ``InvalidArgumentError`` naming its origin and what is wrong."""
+    """Parse a spec from JSON. Raises ``InvalidArgumentError`` naming its origin and the mistake."""
     try:
         return msgspec.json.decode(text, type=ShardingSpec)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

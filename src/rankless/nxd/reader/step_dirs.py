@@ -73,5 +73,5 @@ def newest_tag(path: Path) -> Path:
 
 
 def _sort_key(tag: Path) -> tuple[list[int], str]:
-    """Return the last number in a tag's name, and the name."""
+    """Return the last number in a tag's name, and the name. For example, ``step_100`` comes after ``step_20``."""
     return [int(number) for number in re.findall(r"\d+", tag.name)[-1:]], tag.name

@@ -5,7 +5,8 @@ Source: ``distributed/zero_redundancy_optimizer.py`` of torch_xla 2.9, and NxD's
 ``optimizer/convert_zero_checkpoints.py`` for the format of whole states.
 
 :mod:`rankless.nxd.reader.nxd_checkpoint` joins with it on each rank; the converters join and shard in one process.
-Padding and order are those of NxD.
+Padding and order are the same as in NxD. For example, on 4 ranks a parameter of 6 rows gets 2 rows of zeros, and rank 1
+has rows 2 and 3.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def parameter_shape(root: Mapping[str, Any], pid: Any, path: Path) -> tuple[int,
 def join_zero_states(files: Sequence[RankFile], evidence: ReplicaEvidence) -> dict[str, Any]:
     """Join the files of all data-parallel ranks, in their order, to the state of one tensor-parallel rank.
 
-    Raises ``CorruptCheckpointError`` naming a file that is not of the same save, ``FormatError`` for a state whose
-    shards cannot be joined.
+    Raises ``CorruptCheckpointError`` naming a file that is not of the same save, ``FormatError`` for a state with
+    shards that cannot be joined.
     """
     return _ZeroJoiner(files, evidence).join_files()
 
@@ -242,7 +243,7 @@ def is_sharded_by_rows(name: str, shape: tuple[int, ...], parameter: tuple[int, 
 
 
 def shard_zero_state(root: Mapping[str, Any], ranks: int, path: Path) -> list[dict[str, Any]]:
-    """Shard a whole state for a number of data-parallel ranks. All ranks get what is not sharded by rows."""
+    """Shard a whole state for a number of data-parallel ranks. All ranks get values that are not sharded by rows."""
     return [{key: _shard_entry(root, key, rank, ranks, path) for key in root} for rank in range(ranks)]
 
 

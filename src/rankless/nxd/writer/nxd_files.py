@@ -73,7 +73,7 @@ class NxdWriter:
         check_named(self._values.get(_OPTIMIZER, {}))
 
     def write_checkpoint(self, folder: Path) -> None:
-        """Write all files into an existing folder, markers last, and read back what was written.
+        """Write all files into an existing folder, markers last, and read them back.
 
         Rank 0 calls it in the vote "converting".
         """

@@ -24,7 +24,7 @@ from rankless.state.optimizer.left_out_values import warn_if_left_out
 def convert_to_nxd(request: ConversionRequest, session: Session, options: Mapping[str, Any]) -> Path:
     """Write a checkpoint in NxD's format. On failure nothing is left, and all ranks raise the same error.
 
-    ``options`` are those of :class:`~rankless.nxd.writer.nxd_options.NxdOptions`. Raises ``InvalidArgumentError``
+    ``options`` are the fields of :class:`~rankless.nxd.writer.nxd_options.NxdOptions`. Raises ``InvalidArgumentError``
     for invalid ones.
     """
     nxd_options = _check_options(options)

@@ -91,7 +91,7 @@ class _RankFilePlanner:
     def _replace_tensors(self, value: Any, make_reference: Callable[[int], Any]) -> Any:
         """Return the value with its tensors replaced by ``make_reference``, as NxD's arena does.
 
-        Mappings and sequences become dicts and lists; each tensor is numbered once, in the order in which it is found.
+        Mappings and sequences become dicts and lists; each tensor is numbered once, when it is found first.
         """
         if isinstance(value, StoredTensor):
             if value.identity not in self._numbers:

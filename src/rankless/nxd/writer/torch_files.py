@@ -1,4 +1,4 @@
-"""Writes planned files of ``torch.save``, whose size and layout are known to the byte.
+"""Writes planned files of ``torch.save``. Their size and layout are known to the byte.
 
 Several threads write one buffer at a time; everything is read back.
 
@@ -137,7 +137,7 @@ class _Sources:
 
 
 def _stored_tensor(stored: StoredTensor) -> StoredTensor:
-    """Return the tensor that is stored in files, from which this tensor is derived."""
+    """Return the tensor that is stored in files, and that this tensor is derived from."""
     while isinstance(stored, CastTensor | ShardRows):
         stored = stored.whole
     return stored

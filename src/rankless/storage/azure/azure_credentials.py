@@ -1,4 +1,4 @@
-"""Credentials of Azure Storage, and what each kind adds to a request: a signature, a query, or a token.
+"""Credentials of Azure Storage, and the part that each kind adds to a request: a signature, a query, or a token.
 
 :class:`~rankless.storage.azure.azure_dialect.AzureService` signs each attempt of a request with it, in the thread that
 sends. No message may contain a secret.
@@ -71,11 +71,11 @@ class AzureSigner(Protocol):
         """Return the request with the proof that it is allowed. Raises ``StorageError`` if there are no credentials."""
 
     def adapt_to(self, response: HttpResponse, code: str) -> bool:
-        """Learn from a refusal what makes the next attempt right. Return false if there is nothing to learn."""
+        """Learn from a refusal how to make the next attempt right. Return false if there is nothing to learn."""
 
 
 def make_signer(account: str, credentials: str | TokenFunction | None) -> AzureSigner:
-    """Return the signer for an account key, a shared access signature, a function, or what Azure's tools find."""
+    """Return the signer for an account key, a shared access signature, a function, or Azure's tools."""
     if not isinstance(credentials, str):
         return BearerSigner(credentials)
     return SasSigner(credentials) if is_sas(credentials) else SharedKeySigner(account, base64.b64decode(credentials))
@@ -91,7 +91,7 @@ class SharedKeySigner:
 
     def __init__(self, account: str, key: bytes) -> None:
         self._account, self._key = account, key
-        #: How much the server's clock is ahead of that of this host.
+        #: How much the server's clock is ahead of this host's clock.
         self._clock_offset = timedelta()
 
     def sign(self, request: HttpRequest) -> HttpRequest:
@@ -178,7 +178,7 @@ def _no_credentials(reason: str) -> str:
 
 
 def text_to_sign(account: str, request: HttpRequest) -> str:
-    """Return the text whose HMAC-SHA256 is the signature of a request (scheme SharedKey)."""
+    """Return the text to sign for a request: its HMAC-SHA256 is the signature (scheme SharedKey)."""
     nbytes = count_bytes(request.body)
     headers = {"content-length": str(nbytes) if nbytes else "", **request.headers}
     named = sorted((name, value) for name, value in headers.items() if name.startswith("x-ms-"))

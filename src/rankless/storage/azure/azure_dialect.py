@@ -54,7 +54,10 @@ class AzureService:
         return self._quote(request.path) + (f"?{query}" if query else "")
 
     def url_of(self, path: ObjectPath) -> str:
-        """Return the URL of an object."""
+        """Return the URL of an object.
+
+        For example, ``https://account.blob.core.windows.net/container/run/manifest.json``.
+        """
         return f"{self._address.scheme}://{self._address.host_header}{self._quote(path)}"
 
     def _quote(self, path: ObjectPath) -> str:

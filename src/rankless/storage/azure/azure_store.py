@@ -73,7 +73,7 @@ _HEADERS_OF_BLOCKS = frozenset({"x-ms-encryption-scope"})
 #: The note of an empty object that has taken the place of an aborted upload, until it is deleted.
 _ABORTED = f"{NOTE}aborted"
 
-#: The header that says what has become of a copy, the most seconds that one may take, and those between two looks.
+#: The header with the state of a copy, the most seconds that one may take, and those between two looks.
 _COPY_STATUS, _COPY_SECONDS, _COPY_POLL_SECONDS = "x-ms-copy-status", 300.0, 0.5
 
 #: The codes of a write that its condition forbids.
@@ -93,7 +93,7 @@ class Azure(ObjectReads):
         credentials: A key of the account, or a shared access signature, or a function that returns a token of Microsoft
             Entra ID, such as ``azure.identity.get_bearer_token_provider(…)``. By default tokens of
             ``DefaultAzureCredential``, from the package ``azure-identity``.
-        ca_file: A file with the certificates of authorities to trust, instead of those of the system.
+        ca_file: A file with the certificates of authorities to trust, instead of the system's.
         headers: Further headers of requests that create objects, such as ``x-ms-access-tier`` and
             ``x-ms-encryption-scope``.
         timeout: The number of seconds without any byte after which a connection counts as broken.
@@ -148,7 +148,7 @@ class Azure(ObjectReads):
         """Return the path of ``"container/name"`` in this account. Raises ``InvalidArgumentError``."""
         return make_object_path(self, location)
 
-    # What reads need: see Store.
+    # Methods for reads: see Store.
 
     def _list_entries(self, folder: ObjectPath) -> Iterator[str]:
         return (find_text(element, "Name") for element in self._list_blobs(folder, {"delimiter": "/"}))
@@ -165,7 +165,7 @@ class Azure(ObjectReads):
         """See :class:`~rankless.storage.store.Store`. A missing object is no error."""
         self._delete(as_object(path))
 
-    # What saves need: see ObjectStore.
+    # Methods for saves: see ObjectStore.
 
     def remove_version(self, path: ObjectPath, etag: str) -> None:
         """See :class:`~rankless.storage.store.ObjectStore`."""
@@ -199,7 +199,7 @@ class Azure(ObjectReads):
         """See :class:`~rankless.storage.store.ObjectStore`.
 
         If the answer was lost, the object that is there tells by its bytes who has created it. So ``data`` must differ
-        from what other processes write.
+        from the bytes that other processes write.
         """
         return self._put_if(path, data, ("if-none-match", "*"))
 
@@ -418,7 +418,7 @@ def _service_of(store: Azure) -> AzureService:
 
 
 def _checksum_header(crc: int) -> tuple[str, str]:
-    """Return the header with which the server checks a body: the bytes of the CRC, the lowest one first."""
+    """Return the header that lets the server check a body: the bytes of the CRC, the lowest one first."""
     return "x-ms-content-crc64", base64.b64encode(crc.to_bytes(8, "little")).decode()
 
 

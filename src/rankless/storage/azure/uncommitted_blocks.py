@@ -30,12 +30,18 @@ _BLOCK = re.compile("(?P<id>upload=[0-9a-f]{8}(&.*)?) [0-9]{5}")
 
 
 def make_upload_id(notes: Mapping[str, str]) -> str:
-    """Return the id of a new upload. It contains the notes; a block's name may have 64 bytes."""
+    """Return the id of a new upload. It contains the notes; a block's name may have 64 bytes.
+
+    For example, ``upload=0123abcd`` without notes.
+    """
     return urlencode({"upload": secrets.token_hex(4), **notes})
 
 
 def note_headers(upload_id: str) -> tuple[tuple[str, str], ...]:
-    """Return the headers that store the id, and so the notes, with the blob of an upload."""
+    """Return the headers that store the id, and so the notes, with the blob of an upload.
+
+    For example, ``x-ms-meta-upload: 0123abcd``.
+    """
     return tuple((f"{NOTE}{name}", value) for name, value in parse_qsl(upload_id))
 
 

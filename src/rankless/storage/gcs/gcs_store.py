@@ -5,7 +5,7 @@ Its XML API has the requests of S3. These differ: a condition on the generation 
 the object is compared with the checksums of its parts afterwards.
 
 ``gs://`` URLs mean it (:mod:`rankless.storage.location`); each rank has the store of its own process. An upload counts
-only after the object was compared with what was sent.
+only after the object was compared with the bytes that were sent.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class GCS(XmlStore):
             google-auth: ``pip install 'google-auth[requests]'``. The function is called for each request, so it should
             keep the token in memory; an empty token means requests without one.
         project: The project that pays for requests, as for a bucket with requester pays.
-        ca_file: A file with the certificates of authorities to trust, instead of those of the system.
+        ca_file: A file with the certificates of authorities to trust, instead of the system's.
         headers: Further headers of requests that create objects, such as ``x-goog-storage-class``.
         timeout: The number of seconds without any byte after which a connection counts as broken.
         retry_seconds: For how many seconds a request that fails is repeated.

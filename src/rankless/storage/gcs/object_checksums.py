@@ -46,10 +46,13 @@ class PartChecksums(NamedTuple):
 
 
 def encode_crc32c(crc: int) -> str:
-    """Return a CRC-32C as the header ``x-goog-hash`` has it."""
+    """Return a CRC-32C as the header ``x-goog-hash`` has it. For example, ``crc32c=AAAAAA==`` for 0."""
     return f"crc32c={base64.b64encode(crc.to_bytes(4, 'big')).decode()}"
 
 
 def find_crc32c(header: str) -> str:
-    """Return the CRC-32C in a header ``x-goog-hash``, which may have other checksums too; an empty text without one."""
+    """Return the CRC-32C in a header ``x-goog-hash``, which may have other checksums too; an empty text without one.
+
+    For example, ``crc32c=AAAAAA==`` in ``crc32c=AAAAAA==,md5=…``.
+    """
     return next((item.strip() for item in header.split(",") if item.strip().startswith("crc32c=")), "")

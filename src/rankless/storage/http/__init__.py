@@ -1,1 +1,1 @@
-"""Requests to object stores over HTTP: connections, repetitions, and what the clouds have in common."""
+"""Requests to object stores over HTTP: connections, repetitions, and common code for the clouds."""

@@ -1,4 +1,4 @@
-"""A client of an object store: it sends each request until it is answered, and says what to do if it is refused.
+"""A client of an object store: it sends each request until it is answered, and gives advice if it is refused.
 
 All requests of all stores go through :meth:`ObjectClient.send` (:mod:`rankless.storage.http.object_reads`), from any
 thread of a rank. Whether an earlier attempt may have had its effect must reach the caller: conditional writes are
@@ -65,9 +65,9 @@ class NoAnswerError(RefusedRequestError):
 class ObjectRequest:
     """A request for an object; for a bucket if the path has no key.
 
-    ``permission`` is what the request needs, for errors. ``action`` completes "could not". If the answer must be XML,
-    ``root`` is the name of its first element. It must have all headers that the request ``needs``. An answer that is
-    not read ``into`` memory has at most ``limit`` bytes.
+    ``permission`` is the permission that the request needs, for errors, such as ``s3:GetObject``. ``action`` completes
+    "could not". If the answer must be XML, ``root`` is the name of its first element. It must have all headers that the
+    request ``needs``. An answer that is not read ``into`` memory has at most ``limit`` bytes.
     """
 
     method: str
@@ -114,7 +114,7 @@ class ObjectService(Protocol):
         """Return the code of a refusal, if there is one. Also an answer with the status 200 may be one."""
 
     def adapt_to(self, path: ObjectPath, response: HttpResponse, code: str) -> bool:
-        """Learn from a refusal what makes the next attempt right. Return false if there is nothing to learn."""
+        """Learn from a refusal how to make the next attempt right. Return false if there is nothing to learn."""
 
 
 class ObjectClient:
@@ -150,7 +150,7 @@ class ObjectClient:
             if response.status in _THROTTLED:
                 self._throttle.slow_down(attempts.next_wait)
             if not (is_transient and attempts.wait()):
-                # No variable holds what is raised: it would be a cycle, which keeps what its frames hold.
+                # No variable holds the raised error: it would be a cycle, which keeps all objects in its frames.
                 raise _refusal(request, response, code, is_repeated=attempts.may_have_had_effect)
 
     def _send_once(self, request: ObjectRequest) -> HttpResponse:
@@ -201,7 +201,10 @@ def _refusal(request: ObjectRequest, response: HttpResponse, code: str, *, is_re
 
 
 def _redirect_target(response: HttpResponse) -> str:
-    """Return the server of a redirect, without the path and the query: they may contain a signature."""
+    """Return the server of a redirect, without the path and the query: they may contain a signature.
+
+    For example, ``https://other.host:9000``.
+    """
     with suppress(ValueError):
         parts = urlsplit(response.headers.get("location", ""))
         if parts.scheme and parts.hostname:

@@ -52,7 +52,7 @@ class Address:
 
     @property
     def host_header(self) -> str:
-        """The value of the header ``Host``, which is signed."""
+        """The value of the header ``Host``, which is signed. For example, ``localhost:9000``."""
         return self.host if self.port is None else f"{self.host}:{self.port}"
 
 
@@ -111,7 +111,10 @@ class _Connection(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Return whether the server has not closed it. What an idle connection receives is its end, or no answer."""
+        """Return whether the server has not closed it.
+
+        An idle connection receives its end, or bytes that are no answer: both count as closed.
+        """
         if self.http.sock is None:
             return False
         poll = select.poll()
@@ -134,8 +137,8 @@ class ConnectionPool(ClosedInForks):
     def send(self, address: Address, request: HttpRequest) -> HttpResponse:
         """Send a request, and return the whole answer.
 
-        Raises ``OSError`` or ``HTTPException`` if the connection breaks. Then it is unknown whether the server has done
-        what it was asked for.
+        Raises ``OSError`` or ``HTTPException`` if the connection breaks. Then it is unknown whether the server has
+        executed the request.
         """
         connection = self._borrow(address)
         headers, body = {**request.headers, **connection.proxy_headers}, list(request.body) or None
@@ -228,7 +231,7 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def make_target(path: str, query: Iterable[tuple[str, str]]) -> str:
-    """Return a path and a query as they are sent, and signed."""
+    """Return a path and a query as they are sent, and signed. For example, ``/bucket/a%20b?partNumber=1``."""
     pairs = "&".join(f"{quote(name, safe='')}={quote(value, safe='')}" for name, value in sorted(query))
     return quote(path, safe="/-_.~") + (f"?{pairs}" if pairs else "")
 
@@ -247,8 +250,8 @@ def _find_proxy(address: Address) -> _Proxy | None:
 class _PatientReader(io.RawIOBase):
     """The bytes that arrive at a socket, which must not drip: each restarts the time-out of the socket.
 
-    Servers may send some bytes each minute while they do what they were asked for. So the limit is generous. A large
-    buffer is filled here: over TLS, ``io.BufferedReader`` would call this once for each 16 KiB.
+    Servers may send some bytes each minute while they execute a request. So the limit is generous. A large buffer is
+    filled here: over TLS, ``io.BufferedReader`` would call this once for each 16 KiB.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -261,7 +264,7 @@ class _PatientReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read what has arrived, or fill a large buffer. Raises ``TimeoutError`` if the answer takes too long."""
+        """Read the bytes that came, or fill a large buffer. Raises ``TimeoutError`` if the answer takes too long."""
         done, memory = 0, memoryview(buffer)
         while True:
             if time.monotonic() > self._deadline + (self._count + done) / _LEAST_RATE:
@@ -279,7 +282,7 @@ class _PatientReader(io.RawIOBase):
 
 
 class _WholeResponse(http.client.HTTPResponse):
-    """An answer whose headers are whole: ``http.client`` takes the end of the connection for the end of the headers."""
+    """An answer with whole headers: ``http.client`` takes the end of the connection for the end of the headers."""
 
     def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
         super().__init__(sock, *args, **options)
@@ -298,7 +301,7 @@ class _WholeResponse(http.client.HTTPResponse):
 
 
 class _WholeLines:
-    """A file whose lines are whole."""
+    """A file with whole lines."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
@@ -351,7 +354,10 @@ def _read_response(response: http.client.HTTPResponse, request: HttpRequest) -> 
 
 
 def _join_headers(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return headers by their names in lower case. The values of one that comes several times are joined by commas."""
+    """Return headers by their names in lower case. The values of one that comes several times are joined by commas.
+
+    For example, two headers ``X: 1`` and ``x: 2`` become ``x`` with ``1, 2``.
+    """
     headers: dict[str, str] = {}
     for name, value in pairs:
         key = name.lower()

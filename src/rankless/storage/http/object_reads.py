@@ -79,7 +79,7 @@ class ObjectReads(ABC):
         """Return the caller's headers that belong to all requests."""
         return ()
 
-    def _send(  # noqa: PLR0917 - what a request consists of
+    def _send(  # noqa: PLR0917 - the parts of a request
         self,
         method: str,
         path: ObjectPath,
@@ -138,7 +138,7 @@ class ObjectReads(ABC):
     def create_small(self, path: Path, data: bytes) -> bool:
         """See :class:`~rankless.storage.store.Store`.
 
-        A store may ignore the condition, and a reply may be lost: so what counts is what is there then.
+        A store may ignore the condition, and a reply may be lost: so the object that is there afterwards counts.
         """
         written = as_object(path)
         self.create_object(written, data)
@@ -189,7 +189,7 @@ class ObjectReads(ABC):
         """Send a request for a copy: see ``copy_object`` of :class:`~rankless.storage.store.ObjectStore`.
 
         Some servers ignore the condition on the ETag, so look first. ``headers_for`` returns the headers of the
-        request, given those of the source. ``expected`` are passed to :meth:`_send`.
+        request, given the source's headers. ``expected`` are passed to :meth:`_send`.
         """
         changed = f"{source} was removed or replaced before it was copied to {target}"
         found = self._find_if(source, etag)
@@ -352,7 +352,10 @@ def _check_size(path: Path, response: ObjectResponse, limit: int) -> None:
 
 
 def _find_range(response: ObjectResponse, path: ObjectPath) -> tuple[int, int]:
-    """Return the first byte of an answer, and the size of the object."""
+    """Return the first byte of an answer, and the size of the object.
+
+    For example, ``content-range: bytes 100-199/500`` gives 100 and 500.
+    """
     if response.status == HTTPStatus.OK:  # the whole object
         return 0, int(response.headers.get("content-length") or len(response.body))
     match = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))

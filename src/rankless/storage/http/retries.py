@@ -64,7 +64,7 @@ class Attempts:
 
     @property
     def seconds_left(self) -> float:
-        """The seconds for which further attempts may begin."""
+        """The seconds that are left to begin further attempts."""
         return max(0.0, self._deadline - time.monotonic())
 
     @property

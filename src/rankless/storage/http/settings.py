@@ -20,7 +20,10 @@ Headers = tuple[tuple[str, str], ...]
 
 
 def check_headers(headers: Mapping[str, str] | Iterable[tuple[str, str]]) -> Headers:
-    """Return headers as sorted pairs, names in lower case. Raises ``InvalidArgumentError``, without any value."""
+    """Return headers as sorted pairs, names in lower case. Raises ``InvalidArgumentError``, without any value.
+
+    For example, ``{"X-A": "1"}`` becomes ``(("x-a", "1"),)``.
+    """
     try:
         pairs = sorted(dict(headers).items())
     except (TypeError, ValueError):
@@ -41,7 +44,7 @@ def is_header_text(text: str) -> bool:
 
 
 def call_credentials(function: Callable[[], T]) -> T:
-    """Return what a function returns that was passed as credentials. Raises ``StorageError`` if it fails.
+    """Call a function that was passed as credentials, and return its result. Raises ``StorageError`` if it fails.
 
     The text of its error may contain a secret, so it is not repeated, and it is not the cause of the new one.
     """

@@ -20,7 +20,10 @@ def parse_xml(body: bytes) -> Iterable[ET.Element]:
 
 
 def local_name(element: ET.Element) -> str:
-    """Return the name of an element without its namespace."""
+    """Return the name of an element without its namespace.
+
+    For example, ``Key`` for ``{http://s3.amazonaws.com/doc/2006-03-01/}Key``.
+    """
     return element.tag.rpartition("}")[2]
 
 

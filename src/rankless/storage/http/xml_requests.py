@@ -1,4 +1,4 @@
-"""Requests to buckets with an XML API: that of Amazon S3, and those that are modelled on it.
+"""Requests to buckets with an XML API: Amazon S3, and clouds with an API that is modelled on it.
 
 :class:`~rankless.storage.http.xml_store.XmlStore`, and so ``S3`` and ``GCS``, inherit from :class:`XmlRequests`.
 """
@@ -22,7 +22,7 @@ from rankless.storage.object_path import ObjectPath, path_class
 
 @dataclass(frozen=True, slots=True)
 class XmlDialect:
-    """The names in which the XML APIs of clouds differ.
+    """The names that differ between the XML APIs of clouds.
 
     ``note_prefix`` begins the headers of the notes that are stored with an object. ``creation_condition`` is the header
     of a request that must not replace an object. ``copy_source`` is the header of a request for a copy of an object

@@ -1,7 +1,7 @@
-"""``XmlStore``: all that stores with an XML API have in common. What they check of the bytes differs.
+"""``XmlStore``: all that stores with an XML API have in common. Their checks of the bytes differ.
 
-Only what all such servers do is relied on: see ``docs/design.md``. A refusal that should have come may not come, so
-what matters is compared with what the server says afterwards.
+It relies only on behaviour that all such servers have: see ``docs/design.md``. A refusal that should have come may not
+come, so all that matters is compared with the server's state afterwards.
 
 ``S3`` and ``GCS`` inherit from it. Receipts of parts are texts, which saves pass from rank to rank:
 :meth:`XmlStore.complete_upload` takes them apart, on rank 0 (:mod:`rankless.save.shared_upload`), or in the process
@@ -44,7 +44,7 @@ _SEPARATOR = "\t"
 
 
 class BodyChecksums(NamedTuple):
-    """The headers with which a server checks a body, and what the completion of an upload needs to know of it."""
+    """The headers that let a server check a body, and the record of it for the completion of an upload."""
 
     headers: Sequence[tuple[str, str]]
     record: Sequence[str] = ()
@@ -67,15 +67,15 @@ class XmlStore(XmlRequests):
 
     @abstractmethod
     def _completion_headers(self, size: int, crc64nvme: int) -> Sequence[tuple[str, str]]:
-        """Return the headers with which a server checks the object that it makes of the parts."""
+        """Return the headers that let a server check the object that it makes of the parts."""
 
     @abstractmethod
     def _check_completed(
         self, path: ObjectPath, records: Sequence[Sequence[str]], size: int, crc64nvme: int, answer: bytes
     ) -> None:
-        """Raise ``StorageError`` if an object is not what was sent. ``records`` are those of its parts, in order.
+        """Raise ``StorageError`` if an object is not as it was sent. ``records`` has its parts' records, in order.
 
-        ``answer`` is that of the server; it is empty if it was lost.
+        ``answer`` is the server's answer; it is empty if it was lost.
         """
 
     @abstractmethod
@@ -91,13 +91,13 @@ class XmlStore(XmlRequests):
 
     @abstractmethod
     def _version_condition(self, headers: Mapping[str, str]) -> tuple[str, str]:
-        """Return the header of a request for this version of an object only. ``headers`` are those of the object."""
+        """Return the header of a request for this version of an object only. ``headers`` are the object's."""
 
     def path(self, location: str) -> ObjectPath:
         """Return the path of ``"bucket/name"`` in this store. Raises ``InvalidArgumentError``."""
         return make_object_path(self, location)
 
-    # What reads need: see Store.
+    # Methods for reads: see Store.
 
     def _list_entries(self, folder: ObjectPath) -> Iterator[str]:
         for page in self._list_pages(folder, delimiter="/"):
@@ -121,7 +121,7 @@ class XmlStore(XmlRequests):
             if error.code != "NoSuchKey":
                 raise
 
-    # What saves need: see ObjectStore.
+    # Methods for saves: see ObjectStore.
 
     def remove_version(self, path: ObjectPath, etag: str) -> None:
         """See :class:`~rankless.storage.store.ObjectStore`. Some servers ignore the condition, so look first."""
@@ -163,7 +163,7 @@ class XmlStore(XmlRequests):
         """See :class:`~rankless.storage.store.ObjectStore`.
 
         If an earlier attempt may have had its effect, the object that is there tells by its bytes who has created it.
-        So ``data`` must differ from what other processes write.
+        So ``data`` must differ from the bytes that other processes write.
         """
         return self._put_if(path, data, self.dialect.creation_condition)
 

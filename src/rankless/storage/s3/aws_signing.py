@@ -2,7 +2,7 @@
 
 :class:`~rankless.storage.s3.s3_dialect.S3Service` signs each attempt of a request with it, in the thread that sends.
 :class:`~rankless.storage.s3.s3_store.S3` calls :func:`check_credentials` when it is made, and the signer calls it with
-what a function returns. No message may contain a secret.
+the result of a function. No message may contain a secret.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class AwsSigner:
     def __init__(self, credentials: Credentials | tuple[str, ...] | CredentialsFunction | None) -> None:
         self._credentials = credentials
         self._provider: tuple[int, Any] | None = None
-        #: How much the server's clock is ahead of that of this host.
+        #: How much the server's clock is ahead of this host's clock.
         self._clock_offset = timedelta()
 
     def sign(

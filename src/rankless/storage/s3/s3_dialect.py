@@ -23,7 +23,7 @@ _MOST_DIFFERENCES = 3
 
 
 class ETags:
-    """Compares the ETags of a server with the MD5 of what was sent.
+    """Compares the ETags of a server with the MD5 of the bytes that were sent.
 
     For servers that report no checksum of the bytes that they have received. Old ones, such as Ceph 16, ignore the CRC
     of a body. Nearly all servers answer with its MD5 as the ETag. Some answer with another text that looks like one,
@@ -71,7 +71,7 @@ _RENEWABLE = frozenset(
 
 
 class S3Service:
-    """One endpoint, or that of AWS in the region of each bucket."""
+    """One endpoint, or AWS's endpoint in the region of each bucket."""
 
     transient_codes = frozenset(
         {"SlowDown", "InternalError", "RequestTimeout", "ServiceUnavailable", "OperationAborted"}

@@ -54,15 +54,15 @@ class S3(XmlStore):
     it wherever a path is accepted: ``rankless.save_checkpoint(S3(endpoint="https://…").path("bucket/run"), …)``.
 
     Args:
-        endpoint: The URL of the server; by default that in ``AWS_ENDPOINT_URL_S3`` or ``AWS_ENDPOINT_URL``, else that
-            of AWS in the region.
-        region: The region, by default that in ``AWS_REGION`` or ``AWS_DEFAULT_REGION``, else ``us-east-1``. The server
-            of another region is found by itself.
-        credentials: The access key and its secret (and a token), or a function that returns them. By default those
+        endpoint: The URL of the server; by default the one in ``AWS_ENDPOINT_URL_S3`` or ``AWS_ENDPOINT_URL``, else
+            AWS's own in the region.
+        region: The region, by default the one in ``AWS_REGION`` or ``AWS_DEFAULT_REGION``, else ``us-east-1``. The
+            server of another region is found by itself.
+        credentials: The access key and its secret (and a token), or a function that returns them. By default the ones
             that AWS's tools find.
-        ca_file: A file with the certificates of authorities to trust, instead of those of the system.
-        headers: Further headers of requests that create objects, such as those of encryption and storage class, and of
-            all requests, such as ``x-amz-request-payer``.
+        ca_file: A file with the certificates of authorities to trust, instead of the system's.
+        headers: Further headers of requests that create objects, such as ``x-amz-storage-class``, and of all requests,
+            such as ``x-amz-request-payer``.
         timeout: The number of seconds without any byte after which a connection counts as broken.
         retry_seconds: For how many seconds a request that fails is repeated.
 
