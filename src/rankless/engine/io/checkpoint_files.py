@@ -9,7 +9,7 @@ on the writing, before the rename; a conversion to the format does the same. An 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -67,9 +67,11 @@ class CheckpointFiles(msgspec.Struct, frozen=True):
 
         Rank 0 calls it in its decision in the vote on the preparation: all ranks write into the files afterwards.
         """
-        for number in range(len(self.plan.files)):
-            if number not in existing:
-                self.create_file(number)
+        numbers = [number for number in range(len(self.plan.files)) if number not in existing]
+        for name in _one_of_each_folder(self.plan.files[number].path for number in numbers):
+            posix.make_parents(self.folder, name)
+        for number in numbers:
+            posix.allocate_space(self.folder / self.plan.files[number].path, self.plan.files[number].size)
 
     def create_file(self, number: int) -> None:
         """Create one data file with its final size.
@@ -116,18 +118,23 @@ class CheckpointFiles(msgspec.Struct, frozen=True):
         150 took a third. More threads help if there are many files, or if a server answers each sync.
         """
         nbytes = sum(map(len, (*headers.values(), *contents.values())))
-        for name in contents:
+        for name in _one_of_each_folder(contents):
             posix.make_parents(self.folder, name)
         writes = [partial(_write_header, self.folder / name, header) for name, header in headers.items()]
         writes += [partial(_write_small, self.folder / name, data) for name, data in contents.items()]
         in_memory = is_in_memory(self.folder)
         run_in_threads(lambda write: write(), writes, count_threads(nbytes, 1 if in_memory else THREADS))
         files = [self.folder / name for name in (*headers, *contents)]
-        names = [*contents, *(file.path for file in self.plan.files)]
+        names = _one_of_each_folder([*contents, *(file.path for file in self.plan.files)])
         folders = {self.folder / parent for name in names for parent in Path(name).parents}
         few = len(files) <= _FEW_FILES and is_local(self.folder)
         with span("sync", "sync"):
             run_in_threads(posix.fsync_path, [*files, *folders], 1 if in_memory or few else THREADS)
+
+
+def _one_of_each_folder(names: Iterable[str]) -> list[str]:
+    """Return one name for each folder that has some of them: a checkpoint may have thousands of files."""
+    return list({name.rpartition("/")[0]: name for name in names}.values())
 
 
 def _write_header(path: Path, header: bytes) -> None:
