@@ -10,20 +10,17 @@ import errno
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rankless.engine.comm.session import RankGroup, Session
-from rankless.engine.comm.store_messages import StoreMessages
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity import replica_comparison
-from rankless.engine.io.cell_exchange import CellExchange
 from rankless.engine.io.device_streams import begin_copies
-from rankless.engine.io.p2p import P2PExchange
 from rankless.engine.io.requests import Fragments, OnBytesMoved, ShardOf, ignore_progress, merge_fragments
 from rankless.engine.io.staging import DeferredCopies, StagedTensors, stage_tensors
 from rankless.engine.io.staging_memory import Arena, StagingMemory
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.io.write import hash_fragments, write_file_ranges
-from rankless.engine.io.write_stripes import write_stripes
 from rankless.engine.plan.cell_transfers import cut_out
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.engine.plan.save_plan import SavePlan
@@ -32,6 +29,9 @@ from rankless.observe.spans import traced
 from rankless.ondisk.block_crcs import Fragment
 from rankless.storage.filesystem_kind import forget_missing
 from rankless.storage.posix import is_directory
+
+if TYPE_CHECKING:
+    from rankless.engine.io.p2p import P2PExchange
 
 #: The most bytes of a save by one rank that are not synced before their headers are written: the save then waits for
 #: one commit of the journal less, because rank 0 syncs each file after its header. Linux reports an error of writing
@@ -128,6 +128,8 @@ class ShardWriter:
         if staged is None:
             begin_copies(self._tensors.values())
         if self._plan.needs_exchange:
+            from rankless.engine.io.p2p import P2PExchange  # noqa: PLC0415 - only saves of several hosts need it
+
             group = self._ranks.gloo_group(self._session.timeout)
             with P2PExchange(group, self._session, self._attempt) as p2p:
                 return self._write_and_exchange(files, staged, p2p, on_moved)
@@ -158,6 +160,10 @@ class ShardWriter:
         self, files: Sequence[Path], staged: StagedTensors | None, p2p: P2PExchange, on_moved: OnBytesMoved
     ) -> Fragments:
         """Write the bytes that this rank assembles and holds, but send those in cells that another host writes."""
+        from rankless.engine.comm.store_messages import StoreMessages  # noqa: PLC0415 - only saves of several hosts
+        from rankless.engine.io.cell_exchange import CellExchange  # noqa: PLC0415 - need them
+        from rankless.engine.io.write_stripes import write_stripes  # noqa: PLC0415
+
         cells = CellExchange(self._plan.sent, self._plan.received, p2p, StoreMessages(self._session, self._attempt))
         striped: Fragments = {}
         if staged is None:
