@@ -39,7 +39,6 @@ def fill_tables(page: str, results: Results) -> str:
     """Return a page with the tables at their marks."""
     tables: dict[str, Callable[[], Iterator[str]]] = {
         "saves": lambda: list_saves(results["simulated"], results["without generators"]),
-        "fit": lambda: list_fit(results["processes"], results["model"]),
         "memory": list_memory,
         "requests": list_requests,
     }
@@ -77,20 +76,6 @@ def _describe_job(job: dict[str, Any], name: str) -> str:
     return "| " + " | ".join(columns) + " |"
 
 
-def list_fit(real: dict[str, dict[str, Any]], model: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield the first and the last save of real jobs and simulated ones. Tests compare their numbers of messages."""
-    yield "| processes | save | messages | bytes | simulated | rank 0 | simulated |"
-    yield "|---:|---|---:|---:|---:|---:|---:|"
-    for ranks in sorted(real.keys() & model.keys(), key=int):
-        for name in (SAVES[0], SAVES[-1]):
-            saves = [jobs[ranks]["saves"][name] for jobs in (real, model)]
-            messages = sum(part[0] + part[2] for part in saves[0]["traffic"].values())
-            sizes = [sum(part[1] + part[3] for part in save["traffic"].values()) for save in saves]
-            seconds = [f"{save['seconds'] + save['server_seconds']:.2f} s" for save in saves]
-            numbers = (*(f"{number:,}" for number in (messages, *sizes)), *seconds)
-            yield f"| {ranks} | {name} | " + " | ".join(numbers) + " |"
-
-
 def list_memory() -> Iterator[str]:
     """Yield the memory that saves take on each host."""
     yield "| ranks | synchronous | asynchronous | tier | tier with one copy |"
@@ -103,11 +88,10 @@ def list_memory() -> Iterator[str]:
 
 def list_requests() -> Iterator[str]:
     """Yield the requests of a save into an object store."""
-    yield "| checkpoint | files | requests | requests/s for a save of a minute |"
-    yield "|---|---:|---:|---:|"
     files = STATE // parse_size(SaveOptions().max_shard_size) + 1
     requests = STATE // PART_BYTES + 2 * files + FURTHER_REQUESTS
-    yield f"| {LARGE.name}, {STATE / 1e12:.2f} TB | {files:,} | {requests:,} | {requests // SECONDS:,} |"
+    size = f"{LARGE.name}, {STATE / 1e12:.2f} TB"
+    yield f"{size}: {files:,} files, {requests:,} requests, {requests // SECONDS:,} a second for a save of a minute."
 
 
 def _megabytes(nbytes: float) -> str:
