@@ -52,7 +52,10 @@ def _describe_page(page: str) -> Iterator[str]:
         if line.startswith("::: ")
         for definition in _find_definitions(line.removeprefix("::: ").strip())
     ]
-    yield from (f"- `{public}`: {_first_sentence(node)}" for public, node in definitions)
+    names: dict[str, list[str]] = {}
+    for public, node in definitions:
+        names.setdefault(_first_sentence(node), []).append(f"`{public}`")
+    yield from (f"- {', '.join(alike)}: {sentence}" for sentence, alike in names.items())
     if signatures := [f"{public}{text}" for public, node in definitions if (text := _shorten(_signature(node)))]:
         yield from ("\n```text", *(line for text in signatures for line in _wrap(text)), "```")
     yield ""
