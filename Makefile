@@ -171,9 +171,10 @@ lint: .venv/installed
 	$(BIN)/lint-imports --no-cache
 	git ls-files -z | xargs -0 $(BIN)/codespell
 
-## docs: docs/api.md from the code, and the site, in site/; any broken link is an error
+## docs: docs/api.md and the options in docs/cli.md from the code, and the site, in site/; any broken link is an error
 docs: .venv/docs
 	$(BIN)/python docs/make_api.py
+	$(BIN)/python docs/make_cli.py
 	$(BIN)/python docs/check_manifests.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 

@@ -38,9 +38,7 @@ def main() -> None:
 def fill_tables(page: str, results: Results) -> str:
     """Return a page with the tables at their marks."""
     tables: dict[str, Callable[[], Iterator[str]]] = {
-        "saves": lambda: list_saves(results["simulated"]),
-        "without": lambda: list_saves(results["without generators"]),
-        "fit": lambda: list_fit(results["processes"], results["model"]),
+        "saves": lambda: list_saves(results["simulated"], results["without generators"]),
         "memory": list_memory,
         "requests": list_requests,
     }
@@ -52,40 +50,30 @@ def fill_tables(page: str, results: Results) -> str:
     return page
 
 
-def list_saves(jobs: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield what saves cost jobs of simulated ranks."""
-    seconds = "first save, s | server, s | later save, s | server, s"
-    yield f"| ranks | own bytes | {seconds} | messages | votes | CRCs | cells | memory |"
-    yield "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+def list_saves(jobs: dict[str, dict[str, Any]], without_generators: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield what saves cost jobs of simulated ranks, and the largest one without the states of random generators."""
+    yield "| ranks | own bytes | first save | later save | messages | votes | CRCs | cells | memory |"
+    yield "|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
     for job in sorted(jobs.values(), key=lambda job: int(job["ranks"])):
-        first, *later = (job["saves"][name] for name in SAVES)
-        traffic = later[0]["traffic"]
-        columns = (
-            f"{job['ranks']:,}",
-            _megabytes(job["state_bytes"]),
-            f"{first['seconds']:.2f}",
-            f"{first['server_seconds']:.2f}",
-            f"{min(save['seconds'] for save in later):.2f}",
-            f"{min(save['server_seconds'] for save in later):.2f}",
-            f"{sum(part[0] + part[2] for part in traffic.values()):,}",
-            *(_megabytes(sum(traffic.get(part, [0] * 4)[1::2])) for part in ("votes", "CRCs", "cells")),
-            _megabytes(job["memory"]),
-        )
-        yield "| " + " | ".join(columns) + " |"
+        yield _describe_job(job, f"{job['ranks']:,}")
+    largest = max(without_generators.values(), key=lambda job: int(job["ranks"]))
+    yield _describe_job(largest, f"{largest['ranks']:,}, `rng=False`")
 
 
-def list_fit(real: dict[str, dict[str, Any]], model: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield real jobs and the same ones simulated."""
-    yield "| processes | save | messages | simulated | bytes | simulated | rank 0, s | simulated |"
-    yield "|---:|---|---:|---:|---:|---:|---:|---:|"
-    for ranks in sorted(real.keys() & model.keys(), key=int):
-        for name in SAVES:
-            saves = [jobs[ranks]["saves"][name] for jobs in (real, model)]
-            messages = [sum(part[0] + part[2] for part in save["traffic"].values()) for save in saves]
-            sizes = [sum(part[1] + part[3] for part in save["traffic"].values()) for save in saves]
-            seconds = [f"{save['seconds'] + save['server_seconds']:.2f}" for save in saves]
-            numbers = (*(f"{number:,}" for number in (*messages, *sizes)), *seconds)
-            yield f"| {ranks} | {name} | " + " | ".join(numbers) + " |"
+def _describe_job(job: dict[str, Any], name: str) -> str:
+    first, *later = (job["saves"][name] for name in SAVES)
+    traffic = later[0]["traffic"]
+    seconds, server_seconds = (min(save[key] for save in later) for key in ("seconds", "server_seconds"))
+    columns = (
+        name,
+        _megabytes(job["state_bytes"]),
+        f"{first['seconds']:.2f} s, {first['server_seconds']:.2f} s",
+        f"{seconds:.2f} s, {server_seconds:.2f} s",
+        f"{sum(part[0] + part[2] for part in traffic.values()):,}",
+        *(_megabytes(sum(traffic.get(part, [0] * 4)[1::2])) for part in ("votes", "CRCs", "cells")),
+        _megabytes(job["memory"]),
+    )
+    return "| " + " | ".join(columns) + " |"
 
 
 def list_memory() -> Iterator[str]:
@@ -100,11 +88,10 @@ def list_memory() -> Iterator[str]:
 
 def list_requests() -> Iterator[str]:
     """Yield the requests of a save into an object store."""
-    yield "| checkpoint | files | requests | requests/s for a save of a minute |"
-    yield "|---|---:|---:|---:|"
     files = STATE // parse_size(SaveOptions().max_shard_size) + 1
     requests = STATE // PART_BYTES + 2 * files + FURTHER_REQUESTS
-    yield f"| {LARGE.name}, {STATE / 1e12:.2f} TB | {files:,} | {requests:,} | {requests // SECONDS:,} |"
+    size = f"{LARGE.name}, {STATE / 1e12:.2f} TB"
+    yield f"{size}: {files:,} files, {requests:,} requests, {requests // SECONDS:,} a second for a save of a minute."
 
 
 def _megabytes(nbytes: float) -> str:

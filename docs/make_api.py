@@ -1,4 +1,4 @@
-"""Write ``docs/api.md`` from the code: every name on the pages in ``docs/api``, with its signature and first sentence.
+"""Write ``docs/api.md`` from the code: every name on the pages in ``docs/api``, with its first sentence and signature.
 
 ``python docs/make_api.py`` writes it. The modules are parsed, not imported: some need packages that are not installed.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -27,10 +28,10 @@ _HEAD = """# API
 
 <!-- written by docs/make_api.py from the code; make docs runs it -->
 
-All names are in `rankless` unless a module is given. Importing it does not import torch. Arguments after `*` are
-passed by name; `**more` are the fields of `SaveOptions` or `LoadOptions`. The headings lead to pages with all
-arguments and errors, which only the documentation site shows (`make docs`); elsewhere, `help(rankless.restore)` does.
-The commands are in the [CLI reference](cli.md).
+All names are in `rankless` unless a module is given. Importing it does not import torch. Pass arguments after `*` by
+name; `**more` are the fields of `SaveOptions` or `LoadOptions`. The headings lead to all arguments and errors, on the
+documentation site (`make docs`); elsewhere, use `help(rankless.restore)`. The commands are in the [CLI
+reference](cli.md).
 """
 
 _DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
@@ -42,32 +43,45 @@ def write_overview() -> str:
 
 
 def _describe_page(page: str) -> Iterator[str]:
+    """Yield the heading of a page, its names with a sentence each, and a block with the signatures."""
     lines = (_DOCS / f"api/{page}.md").read_text().splitlines()
     yield f"## [{lines[0].removeprefix('# ')}](api/{page}.md)\n"
-    for line in lines:
-        if line.startswith("::: "):
-            yield from _describe_name(line.removeprefix("::: ").strip())
+    definitions = [
+        definition
+        for line in lines
+        if line.startswith("::: ")
+        for definition in _find_definitions(line.removeprefix("::: ").strip())
+    ]
+    names: dict[str, list[str]] = {}
+    for public, node in definitions:
+        names.setdefault(_first_sentence(node), []).append(f"`{public}`")
+    yield from (f"- {', '.join(alike)}: {sentence}" for sentence, alike in names.items())
+    if signatures := [f"{public}{text}" for public, node in definitions if (text := _shorten(_signature(node)))]:
+        yield from ("\n```text", *(line for text in signatures for line in _wrap(text)), "```")
     yield ""
 
 
-def _describe_name(path: str) -> Iterator[str]:
-    """Yield the lines for a definition, or for all public ones of a module or package."""
+def _wrap(signature: str) -> list[str]:
+    return textwrap.wrap(signature, 116, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+
+
+def _find_definitions(path: str) -> Iterator[tuple[str, ast.stmt]]:
+    """Yield the public name and the node of a definition, or of all public ones of a module or package."""
     if (_SOURCE / path.replace(".", "/")).is_dir() or (_SOURCE / f"{path.replace('.', '/')}.py").exists():
         for name in _names_of(path):
-            yield _describe_definition(path, name)
+            yield _name_definition(path, name)
     else:
         module, _, name = path.rpartition(".")
-        yield _describe_definition(module, name)
+        yield _name_definition(module, name)
 
 
-def _describe_definition(module: str, name: str) -> str:
-    node = _find_definition(module, name)
+def _name_definition(module: str, name: str) -> tuple[str, ast.stmt]:
     public = name if name in _names_of("rankless") and module != "rankless" else f"{module}.{name}"
     if module.startswith(
         ("rankless.colossalai", "rankless.deepspeed", "rankless.lightning", "rankless.nxd")
     ) and not module.endswith(".fabric"):
         public = f"{module.rpartition('.')[0]}.{name}"
-    return f"- `{public}{_shorten(_signature(node))}`: {_first_sentence(node)}"
+    return public, _find_definition(module, name)
 
 
 @cache

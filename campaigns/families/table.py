@@ -32,16 +32,20 @@ def _split_page() -> tuple[str, str, str]:
 
 
 def make_table(verdicts: Sequence[Verdict]) -> str:
-    """Return the table: each family once, with its verdict."""
-    by_outcome = {outcome: [verdict for verdict in verdicts if verdict.outcome is outcome] for outcome in Outcome}
-    names = ", ".join(sorted(f"`{verdict.family}`" for verdict in by_outcome.pop(Outcome.RIGHT)))
-    others = [verdict for group in by_outcome.values() for verdict in sorted(group, key=lambda verdict: verdict.family)]
+    """Return the table: each family once, with its verdict, and the reason if rankless or transformers fails."""
+    groups = {outcome: [verdict for verdict in verdicts if verdict.outcome is outcome] for outcome in Outcome}
     lines = [
         f"With transformers {transformers.__version__}, {len(verdicts)} families:\n",
-        *("| verdict | families |", "|---|---|"),
-        f"| right | {names} |",
-        *(f"| {verdict.outcome.value} | `{verdict.family}`: {_escape(verdict.reason)} |" for verdict in others),
+        "| verdict | families |",
+        "|---|---|",
     ]
+    lines += [
+        f"| {outcome.value} | {', '.join(sorted(f'`{verdict.family}`' for verdict in group))} |"
+        for outcome in (Outcome.RIGHT, Outcome.NOT_BUILT)
+        if (group := groups.pop(outcome))
+    ]
+    others = [verdict for group in groups.values() for verdict in sorted(group, key=lambda verdict: verdict.family)]
+    lines += [f"| {verdict.outcome.value} | `{verdict.family}`: {_escape(verdict.reason)} |" for verdict in others]
     return "\n".join(lines)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from campaigns.common.case_runner import format_table
-from campaigns.optimizers.verdict import EXACT, FAILS_BY_ITSELF, KINDS, Verdict
+from campaigns.optimizers.verdict import EXACT, FAILS_BY_ITSELF, Verdict
 
 RESULTS = Path(__file__).parent / "results.json"
 PAGE = Path(__file__).parents[2] / "docs/optimizers-and-families.md"
@@ -49,26 +50,18 @@ def replace_section(page: str, results: Results) -> str:
 
 
 def format_results(results: Results) -> str:
-    """Return the numbers by package, the names by verdict, and the reason of each verdict that is not torch's fault."""
-    kinds = [kind for kind in KINDS if any(of_kind == kind for *_, of_kind, _ in _iterate(results))]
-    head = ("package", "layout", *kinds)
-    numbers = [
-        (f"{package} {results[package]['version']}", _TITLES[layout], *(len(names.get(kind, ())) for kind in kinds))
-        for package, layout, names in _group(results)
-    ]
+    """Return the names by verdicts, and the reason of each verdict that is not torch's fault."""
     rows = [
-        (package, _TITLES[layout], kind, ", ".join(names[kind]))
-        for package, layout, names in _group(results)
-        for kind in kinds
-        if kind in names
+        (f"{package} {results[package]['version']}", *kinds, len(names), ", ".join(names))
+        for (package, *kinds), names in _group(results).items()
     ]
-    reasons = [
-        f"- {name} of {package}, {_TITLES[layout]}, {kind}: `{text.replace('`', '')}`"
-        for package, layout, name, kind, text in _iterate(results)
-        if kind not in {EXACT, FAILS_BY_ITSELF}
-    ]
-    tables = format_table(head, numbers), format_table(("package", "layout", "verdict", "names"), rows)
-    return "\n\n".join([*tables, "\n".join(reasons)] if reasons else tables)
+    reasons: dict[str, list[str]] = {}
+    for package, layout, name, kind, text in _iterate(results):
+        if kind not in {EXACT, FAILS_BY_ITSELF}:
+            reason = shorten(text.replace("`", ""), 200, placeholder=" …")
+            reasons.setdefault(f"{_TITLES[layout]}, {kind}: `{reason}`", []).append(f"{name} of {package}")
+    lines = [f"- {', '.join(names)}, {reason}" for reason, names in reasons.items()]
+    return "\n\n".join([format_table(("package", *_TITLES.values(), "number", "names"), rows), "\n".join(lines)])
 
 
 def _iterate(results: Results) -> Iterator[tuple[str, str, str, str, str]]:
@@ -79,10 +72,12 @@ def _iterate(results: Results) -> Iterator[tuple[str, str, str, str, str]]:
                 yield package, layout, name, kind, text
 
 
-def _group(results: Results) -> Iterator[tuple[str, str, dict[str, list[str]]]]:
-    """Yield package, layout, and the names by verdict."""
-    grouped: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for package, layout, name, kind, _ in _iterate(results):
-        grouped.setdefault((package, layout), {}).setdefault(kind, []).append(name)
-    for (package, layout), names in grouped.items():
-        yield package, layout, names
+def _group(results: Results) -> dict[tuple[str, ...], list[str]]:
+    """Return the names by package and the verdict in each layout."""
+    grouped: dict[tuple[str, ...], list[str]] = {}
+    for package, of_package in results.items():
+        layouts = [of_package.get(layout, {}) for layout in _TITLES]
+        for name in dict.fromkeys(name for names in layouts for name in names):
+            kinds = (names[name][0] if name in names else "not tried" for names in layouts)
+            grouped.setdefault((package, *kinds), []).append(name)
+    return grouped

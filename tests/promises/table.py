@@ -13,13 +13,18 @@ PAGE = Path(__file__).parents[2] / "docs/promises.md"
 #: What is before and after the lists in the page.
 BEGIN, END = "<!-- promises: written by python -m tests.promises.table -->\n", "<!-- end of promises -->\n"
 
-#: The names of several places together.
+#: The names of several places together, large ones first. They may overlap.
 _GROUPS = {
+    "all in stores": tuple(place for place in PLACES if "store" in place),
+    "all in folders": tuple(place for place in PLACES if "store" not in place),
+    "own runs": ("folder", "folder and tier", "store", "store and tier"),
     "runs": ("folder", "folder and tier", "store", "store and tier", "drain of an earlier job", "`rankless drain`"),
     "single components": ("component in a folder", "component in a file", "component in a store"),
     "weights": ("published weights", "published weights in a store"),
     "DCP": ("DCP in a folder", "DCP in a store"),
+    "frameworks but NxD": ("Lightning", "Lightning's format", "Trainer", "Accelerate", "ColossalAI"),
     "frameworks": ("Lightning", "Lightning's format", "Trainer", "Accelerate", "NxD", "ColossalAI"),
+    "drains": ("drain of an earlier job", "`rankless drain`"),
     "conversions": ("conversion into a folder", "conversion into a store"),
     "edits": ("edit into a folder", "edit into a store"),
 }
@@ -49,7 +54,7 @@ def _describe_places(promise: Promise, reasons: dict[str, int]) -> str:
     kept = [place for place in PLACES if place not in promise.broken and place not in promise.exempt]
     if len(kept) == len(PLACES):
         return f"**In all {len(kept)} places.**"
-    named = f" places: {_name_places(kept)}" if 2 * len(kept) < len(PLACES) else f" of {len(PLACES)} places"
+    named = f" places: {_name_places(kept)}" if 3 * len(kept) < len(PLACES) else f" of {len(PLACES)} places"
     parts = [f"**In {len(kept)}{named}.**"]
     for word, left_out in (("Not kept", promise.broken), ("Not", promise.exempt)):
         by_reason: dict[int, list[str]] = {}
@@ -63,10 +68,12 @@ def _describe_places(promise: Promise, reasons: dict[str, int]) -> str:
 
 def _name_places(places: list[str]) -> str:
     """Return the names of places, and one name for all places of a group."""
-    names = []
-    for name, group in _GROUPS.items():
-        names += [name] if set(group) <= set(places) else [place for place in group if place in places]
-    return ", ".join(names)
+    left, names = list(places), []
+    for name, group in sorted(_GROUPS.items(), key=lambda item: -len(item[1])):
+        if set(group) <= set(left):
+            names.append(name)
+            left = [place for place in left if place not in group]
+    return ", ".join([*names, *left])
 
 
 def replace_table(page: str) -> str:

@@ -21,11 +21,11 @@ from tests.promises.promise import because, promise
 
 _BY_ID = because("the id of the checkpoint is in all keys, so no other object is in its way", "store", "store and tier")
 _NEW_ONLY = because(
-    "only new paths are written: there is a promise of its own for that",
+    "only new paths are written",
     *NEW_ONLY,
 )
 _KEEPS = because(
-    "other files in the folder stay: there is a promise of its own for that",
+    "other files in the folder stay, by another promise",
     "published weights",
     "published weights in a store",
     "component in a folder",
