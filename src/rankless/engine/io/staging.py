@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,7 +21,6 @@ import torch
 
 from rankless.engine.io.device_staging import DeviceStaging
 from rankless.engine.io.device_streams import find_copy_streams
-from rankless.engine.io.p2p import P2PExchange
 from rankless.engine.io.pinned_memory import pin_for
 from rankless.engine.io.requests import ShardOf
 from rankless.engine.io.staging_memory import Arena
@@ -35,13 +34,15 @@ from rankless.engine.io.torn_snapshot import (
     choose_chunks,
     sample_chunks,
 )
-from rankless.engine.io.write_stripes import assemble_stripes
 from rankless.engine.plan.file_ranges import FileRange, IoChunk, count_bytes, tensor_chunks
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.engine.plan.stripe_owners import OwnedStripe
 from rankless.observe.spans import traced
 from rankless.process.worker_threads import count_threads, run_in_threads
 from rankless.storage.aligned_memory import Bytes
+
+if TYPE_CHECKING:
+    from rankless.engine.io.p2p import P2PExchange
 
 #: If tensors are on accelerators, others of at most this size in bytes, such as the step counts of an optimizer, are
 #: copied at the call: otherwise steps would have to wait for a thread.
@@ -160,6 +161,8 @@ def stage_tensors(
         run_in_threads(lambda staged_chunk: _copy_chunk(staged_chunk, shard_of), staged.now, threads)
         sampled = sample_chunks(staged.later, deferred.sampled_chunks, deferred.save_number, shard_of)
         if p2p is not None:
+            from rankless.engine.io.write_stripes import assemble_stripes  # noqa: PLC0415 - few saves have stripes
+
             for file_range, stripe in assemble_stripes(plan.stripe_tasks, shard_of, p2p):
                 destination = allocate(len(stripe))
                 np.copyto(destination, stripe)
