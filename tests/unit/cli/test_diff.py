@@ -183,7 +183,7 @@ class TestTensors:
             model = {"averaged": torch.tensor(5 * step), "w": torch.tensor([1.0 + step / 8])}
             rankless.save_checkpoint(tmp_path, f"s{step}", model, rng=False)
         line = call(tmp_path / "s1", tmp_path / "s2", code=1).stdout.splitlines()[0]
-        assert line == "2 of 2 tensors differ: model by at most 0.125, counts of model by at most 5"
+        assert line == "2 of 2 tensors differ: model by at most 0.125, integers in model by at most 5"
 
     def test_one_differs_and_several_differ(self, tmp_path: Path) -> None:
         for tag, value, lr in (("a", 1.0, 1), ("b", 2.0, 2), ("c", 1.0, 2)):

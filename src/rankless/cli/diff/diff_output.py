@@ -57,12 +57,12 @@ def comparison_headline(comparison: CheckpointComparison) -> str:
     clauses = [f"{differ:,} of {format_count(comparison.compared, 'tensor')} {_differ_verb(differ)}"] if differ else []
     largest: dict[str, float] = {}
     for pair, difference in comparison.differing:
-        group = pair.name.partition("/")[0] if "/" in pair.name else "values"
+        group = pair.name.partition("/")[0] if "/" in pair.name else "saved values"
         if _are_counts(comparison, pair):
-            group = f"counts of {group}"
+            group = f"integers in {group}"
         largest[group] = max(largest.get(group, 0.0), difference.absolute)
     if largest:
-        weights_first = sorted(largest.items(), key=lambda item: item[0].startswith("counts of "))
+        weights_first = sorted(largest.items(), key=lambda item: item[0].startswith("integers in "))
         clauses[0] += ": " + ", ".join(f"{group} by at most {number:.3g}" for group, number in weights_first)
     if comparison.apart:
         clauses.append(f"{format_count(len(comparison.apart), 'tensor')} of other shapes, or on one side only")
