@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from rankless.engine.io import cell_exchange, part_assembly, upload_parts
+from rankless.engine.io import part_assembly, received_messages, upload_parts
 from rankless.engine.plan.writer_cells import CellGrain
 
 
@@ -17,6 +17,6 @@ def small_parts(nbytes: int) -> Iterator[None]:
         mock.patch.object(upload_parts, "PART_BYTES", nbytes),
         mock.patch.object(upload_parts, "GRAIN", CellGrain(nbytes, is_dealt=True)),
         mock.patch.object(part_assembly, "_MIN_IN_PLACE", nbytes // 8),
-        mock.patch.object(cell_exchange, "_MIN_UNCOPIED", nbytes // 8),
+        mock.patch.object(received_messages, "_MIN_UNCOPIED", nbytes // 8),
     ):
         yield

@@ -93,8 +93,13 @@ class ShardWriter:
         if not self._plan.needs_exchange:
             return stage_tensors(self._plan, self._shard_of, arena, None, deferred)
         begin_copies(self._tensors.values())  # of stripes
-        with P2PExchange(self._ranks.gloo_group(self._session.timeout), self._session) as p2p:
+        with self._open_exchange() as p2p:
             return stage_tensors(self._plan, self._shard_of, arena, p2p, deferred)
+
+    def _open_exchange(self, attempt: int = 0) -> P2PExchange:
+        from rankless.engine.io.p2p import P2PExchange  # noqa: PLC0415 - saves of one host without stripes do not need it
+
+        return P2PExchange(self._ranks.gloo_group(self._session.timeout), self._session, attempt)
 
     def _look_again(self, folder: Path) -> None:
         """Look once more for a directory that this host takes for missing, or raise: see :meth:`write`.
@@ -128,10 +133,7 @@ class ShardWriter:
         if staged is None:
             begin_copies(self._tensors.values())
         if self._plan.needs_exchange:
-            from rankless.engine.io.p2p import P2PExchange  # noqa: PLC0415 - only saves of several hosts need it
-
-            group = self._ranks.gloo_group(self._session.timeout)
-            with P2PExchange(group, self._session, self._attempt) as p2p:
+            with self._open_exchange(self._attempt) as p2p:
                 return self._write_and_exchange(files, staged, p2p, on_moved)
         file_ranges, shard_of = self.ranges_in_memory(staged)
         is_synced_later = self._session.size == 1 and count_bytes(file_ranges) <= _UNSYNCED_BYTES
@@ -160,8 +162,8 @@ class ShardWriter:
         self, files: Sequence[Path], staged: StagedTensors | None, p2p: P2PExchange, on_moved: OnBytesMoved
     ) -> Fragments:
         """Write the bytes that this rank assembles and holds, but send those in cells that another host writes."""
-        from rankless.engine.comm.store_messages import StoreMessages  # noqa: PLC0415 - only saves of several hosts
-        from rankless.engine.io.cell_exchange import CellExchange  # noqa: PLC0415 - need them
+        from rankless.engine.comm.store_messages import StoreMessages  # noqa: PLC0415 - see _open_exchange
+        from rankless.engine.io.cell_exchange import CellExchange  # noqa: PLC0415
         from rankless.engine.io.write_stripes import write_stripes  # noqa: PLC0415
 
         cells = CellExchange(self._plan.sent, self._plan.received, p2p, StoreMessages(self._session, self._attempt))
