@@ -18,10 +18,13 @@ function decodeTensors(data) {
   const columns = data.tensors, statistics = data.statistics;
   const nans = new Map(statistics?.nans), infs = new Map(statistics?.infs);
   const differences = new Map((data.differences ?? []).map(([row, ...numbers]) => [row, numbers]));
+  const models = columns.groups.filter((group) => group.startsWith('model/')).map((group) => `${group.slice('model/'.length)}/`);
   return decodeNames(columns.names).map((name, row) => {
     const group = columns.groups[columns.group[row]];
     const [dtype, shape, bytes, elements] = columns.signatures[columns.signature[row]];
-    const parameter = group.startsWith('optimizer') && name.includes('/') ? name.slice(0, name.lastIndexOf('/')) : name;
+    const listed = group.startsWith('optimizer') && name.includes('/') ? name.slice(0, name.lastIndexOf('/')) : name;
+    const model = models.find((prefix) => listed.startsWith(prefix));  // of several models, each is a module of the tree
+    const parameter = model ? `${model.slice(0, -1)}.${listed.slice(model.length)}` : listed;
     const tensor = {
       row, name, group, dtype, shape, bytes, elements, parameter,
       path: `${group.startsWith('model/') ? 'model' : group}/${name}`, kind: columns.kinds[columns.kind[row]],

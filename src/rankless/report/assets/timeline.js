@@ -76,8 +76,8 @@ function makePhases(timed) {
   const usual = names.map((name) => [name, median(timed.map(({ phases }) => phases.find(([other]) => other === name)?.[1] ?? 0))]);
   const total = usual.reduce((sum, [, seconds]) => sum + seconds, 0);
   if (!total) return [];
-  const parts = usual.map(([, seconds], number) => place(make('div', { class: `k${number}` }), { 'flex-grow': seconds / total }));
-  const texts = usual.map(([name, seconds], number) => make('li', {}, make('span', { class: `swatch k${number}` }), `${name} ${formatSeconds(seconds)}`));
+  const parts = usual.map(([, seconds], number) => place(make('div', { class: `s${number + 1}` }), { 'flex-grow': seconds / total }));
+  const texts = usual.map(([name, seconds], number) => make('li', {}, make('span', { class: `swatch s${number + 1}` }), `${name} ${formatSeconds(seconds)}`));
   return [make('div', { class: 'chart' }, make('h3', {}, 'Phases of a save', make('span', {}, 'medians, on rank 0')),
     make('div', { class: 'parts', 'aria-hidden': 'true' }, ...parts)), make('ul', { class: 'legend' }, ...texts)];
 }
