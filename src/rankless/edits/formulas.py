@@ -31,6 +31,9 @@ _PASS_BYTES = 2**20
 #: How many elements are computed at a time in float64.
 _PIECE = 2**18
 
+#: How many of them are computed at a time in an average: its intermediate results stay in the cache of the processor.
+_CACHED_PIECE = 2**14
+
 
 class StoredFormula(msgspec.Struct, frozen=True):
     """A stored tensor as it is."""
@@ -249,12 +252,19 @@ class AverageFormula(msgspec.Struct, frozen=True):
         width = dtype_width(self.info.dtype)
         for at in range(0, len(into), _PIECE * width):
             piece = into[at : at + _PIECE * width]
-            total = np.zeros(len(piece) // width, np.float64)
-            raw = np.empty(len(piece), np.uint8)
-            for tensor in self.of:
+            raws = np.empty((len(self.of), len(piece)), np.uint8)
+            for tensor, raw in zip(self.of, raws, strict=True):
                 tensor.fill(start + at, raw, read)
-                total += to_float64(raw, tensor.info.dtype)
-            piece[:] = from_float64(total / len(self.of), self.info.dtype)
+            for first in range(0, len(piece), _CACHED_PIECE * width):
+                part = slice(first, first + _CACHED_PIECE * width)
+                self._average(raws[:, part], piece[part])
+
+    def _average(self, raws: npt.NDArray[np.uint8], into: Bytes) -> None:
+        total = np.zeros(len(into) // dtype_width(self.info.dtype), np.float64)
+        for tensor, raw in zip(self.of, raws, strict=True):
+            total += as_array(raw, tensor.info.dtype)  # exact in float64
+        total /= len(self.of)
+        cast_elements(total.view(np.uint8), "F64", self.info.dtype, into)
 
 
 class CastFormula(msgspec.Struct, frozen=True):
