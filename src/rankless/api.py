@@ -116,7 +116,7 @@ def save_checkpoint(  # noqa: PLR0917 - the objects in the order of restore(), w
         process_group: The ranks that save; by default the default group. ``"self"``: this process alone.
         timeout: For how many seconds ranks wait for each other.
         local: The local tier: a folder of each host, or a ``LocalTier``.
-        options: Options that few need: ``help(rankless.SaveOptions)`` has it all.
+        options: Others: ``help(rankless.SaveOptions)`` has them.
         more: Single fields of ``SaveOptions``, such as ``staging``.
 
     Returns:
@@ -217,7 +217,7 @@ def restore(
         timeout: For how many seconds ranks wait for each other.
         local: The local tier, as in ``save_checkpoint``. If it has a newer
             checkpoint, that is loaded, and then written into the run directory.
-        options: Options that few need: ``help(rankless.LoadOptions)`` has it all.
+        options: Others: ``help(rankless.LoadOptions)`` has them.
         more: Single fields of ``LoadOptions``, such as ``strict``.
 
     Returns:
