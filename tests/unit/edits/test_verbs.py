@@ -271,6 +271,24 @@ class TestFreezing:
         assert len(scheduler.base_lrs) == 1
         assert state_of(model, optimizer)["embed_tokens.weight/exp_avg"].any()
 
+    def test_each_group_keeps_its_momentum_in_a_cycle(self, tmp_path: Path) -> None:
+        """The lists of the scheduler lose the entries of a group that leaves the optimizer, all of them."""
+        model = nn.Linear(2, 2)
+        groups = [{"params": [model.bias]}, {"params": [model.weight]}]
+        optimizer = torch.optim.SGD(groups, momentum=0.9)
+        cycle: dict[str, Any] = {"base_momentum": [0.1, 0.6], "max_momentum": [0.2, 0.9]}
+        scheduler = torch.optim.lr_scheduler.CyclicLR(optimizer, [0.1, 0.2], [0.3, 0.4], **cycle)
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        rankless.save_checkpoint(tmp_path / "run", "a", model, optimizer, scheduler)
+        its_optimizer = torch.optim.SGD([model.weight], momentum=0.9)
+        its_scheduler = torch.optim.lr_scheduler.CyclicLR(its_optimizer, 0.2, 0.4, base_momentum=0.6, max_momentum=0.9)
+        rankless.load_checkpoint(tmp_path / "run", None, model, its_optimizer, its_scheduler, edit=["freeze bias"])
+        scheduler.step()
+        its_scheduler.step()
+        assert its_optimizer.param_groups[0]["momentum"] == optimizer.param_groups[1]["momentum"]
+
     def test_a_further_name_of_a_tied_weight_means_the_weight(self, tmp_path: Path) -> None:
         save_training(tmp_path / "run", tied=True)
         rankless.edit(tmp_path / "run", tmp_path / "out", ["layers order=0", "freeze lm_head.weight"])
