@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from rankless.edits.average import Average
 from rankless.edits.bound_states import IN_PLACE, apply_to_named, find_bound_states
@@ -56,7 +57,11 @@ def edit_reader(reader: Reader, verbs: Sequence[Verb]) -> tuple[EditedReader, Ed
     raw_config = read_config(reader)
     config = _as_table(raw_config or b"")
     catalog = Catalog(str(reader.path), _list_tensors(0, reader), reader.tied, config=config)
-    before, bound = catalog, find_bound_states(reader, catalog)
+    bound = find_bound_states(reader, catalog)
+    # Parameter groups follow, also if no parameter has states: of SGD, or before the first step.
+    without_tensors = sorted(bound.optimizers - catalog.tensors.keys())
+    catalog = replace(catalog, tensors={**catalog.tensors, **{group: {} for group in without_tensors}})
+    before = catalog
     for verb in verbs:
         if isinstance(verb, Average):
             others = _open_others(verb, reader)

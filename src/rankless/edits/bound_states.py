@@ -42,8 +42,12 @@ _FLAT = "belongs to all parameters together, so that it cannot follow parameters
 
 
 class BoundStates(msgspec.Struct, frozen=True):
-    """The optimizers with states that cannot follow parameters that move: of numbers, and of one vector for all."""
+    """The optimizers with states that cannot follow parameters that move: of numbers, and of one vector for all.
 
+    ``optimizers`` are all of the checkpoint, also without states.
+    """
+
+    optimizers: frozenset[str] = frozenset()
     numbered: frozenset[str] = frozenset()
     flat: frozenset[str] = frozenset()
 
@@ -54,6 +58,7 @@ def find_bound_states(reader: Reader, catalog: Catalog) -> BoundStates:
     shared = reader.read_values(0, shared_codec, rank_codec).shared
     optimizers = {slot: value for slot, value in shared.items() if slot.partition("/")[0] == OPTIMIZER}
     return BoundStates(
+        frozenset(optimizers),
         frozenset(slot for slot, value in optimizers.items() if _is_numbered(catalog, slot, value)),
         frozenset(slot for slot, value in optimizers.items() if any(map(_is_flat, value.get("groups", ())))),
     )

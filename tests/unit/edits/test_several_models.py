@@ -13,6 +13,7 @@ from torch import nn
 
 import rankless
 from rankless.errors import FormatError, InvalidArgumentError, RanklessError
+from tests.helpers.commands import invoke_json
 from tests.helpers.edit_oracle import Lm, Oracle, make_optimizer, train_steps
 
 
@@ -177,6 +178,35 @@ class Plain(torch.optim.Optimizer):
                 state = self.state[parameter]
                 state["m"] = state.get("m", torch.zeros_like(parameter)) + parameter.grad
                 state["step"] = state["step"] + 1 if "step" in state else 1
+
+
+def _save_without_states(run: Path, *, trains: str = "") -> None:
+    model = Lm(layers=1)
+    parameters = [parameter for name, parameter in model.named_parameters() if trains in name]
+    optimizer = torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1)
+    rankless.save_checkpoint(run, "x", model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2))
+
+
+def test_routers_join_the_group_of_their_experts_if_an_optimizer_has_no_states(tmp_path: Path) -> None:
+    _save_without_states(tmp_path / "run")
+    rankless.edit(tmp_path / "run", tmp_path / "out", ["upcycle 2"])
+    shared = json.loads((tmp_path / "out/state.json").read_text())
+    groups = [group["params"] for group in shared["optimizer"]["groups"]]
+    assert [*map(sorted, groups)] == shared["scheduler"]["params"]
+    (group,) = (group for group in groups if "layers.0.mlp.router.weight" in group)
+    assert "layers.0.mlp.experts.0.gate_proj.weight" in group
+    _save_without_states(tmp_path / "frozen", trains="norm")
+    rankless.edit(tmp_path / "frozen", tmp_path / "out2", ["upcycle 2"])
+    assert "router" not in (tmp_path / "out2/state.json").read_text()
+
+
+def test_parameters_without_states_are_frozen(tmp_path: Path) -> None:
+    _save_without_states(tmp_path / "run")
+    shown = invoke_json("edit", tmp_path / "run", "--dry-run", "freeze *norm*")
+    assert "optimizer: layers.0.norm.bias: frozen, it has no states" in shown["changes"]
+    rankless.edit(tmp_path / "run", tmp_path / "out", ["freeze *norm*"])
+    assert "norm" not in (tmp_path / "out/state.json").read_text()
+    assert "norm" in (tmp_path / "run/x/state.json").read_text()
 
 
 def test_numbers_of_a_parameter_that_joins_are_zero(tmp_path: Path) -> None:
