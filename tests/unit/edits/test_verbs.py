@@ -208,6 +208,31 @@ class TestLayers:
             expected["text_config"] = {"num_hidden_layers": 2}
         assert changed == expected
 
+    @pytest.mark.parametrize("stack", ["thinker.model.layers", "thinker.visual.blocks"])
+    def test_parts_of_parts_follow(self, tmp_path: Path, source: Path, stack: str) -> None:
+        """As in Qwen-Omni."""
+        tensors = {f"{stack}.{n}.w": torch.ones(2) for n in range(3)} | {
+            "thinker.model.embed_tokens.weight": torch.ones(4, 2)
+        }
+        save_file(tensors, source / "model.safetensors", {"format": "pt"})
+        parts = {"text_config": {"num_hidden_layers": 3, "vocab_size": 4}, "vision_config": {"depth": 3}}
+        (source / "config.json").write_text(json.dumps({"thinker_config": parts}))
+        made = rankless.edit(source, tmp_path / "out", ["layers keep=0,2", "resize-vocab 6"], to="hf")
+        changed = json.loads((made / "config.json").read_text())["thinker_config"]
+        assert changed["text_config"] == {"num_hidden_layers": 2 if "model" in stack else 3, "vocab_size": 6}
+        assert changed["vision_config"] == {"depth": 2 if "visual" in stack else 3}
+
+    def test_entries_of_each_layer_follow(self, tmp_path: Path, source: Path) -> None:
+        save_file({f"layers.{n}.w": torch.ones(2) for n in range(3)}, source / "model.safetensors", {"format": "pt"})
+        config = {"n_layer": 3, "cross_attention_layers": [1, 2], "layers_block_type": ["a", "b", "c"]}
+        (source / "config.json").write_text(json.dumps({**config, "first_k_dense_replace": 1}))
+        made = rankless.edit(source, tmp_path / "out", ["layers order=0,0,2"], to="hf")
+        expected = {"n_layer": 3, "cross_attention_layers": [2], "layers_block_type": ["a", "a", "c"]}
+        assert json.loads((made / "config.json").read_text()) == {**expected, "first_k_dense_replace": 2}
+        with pytest.raises(InvalidArgumentError, match="the first 1 layers are dense"):
+            rankless.edit(source, tmp_path / "out2", ["layers order=2,0"], to="hf")
+        assert not (tmp_path / "out2").exists()
+
     @pytest.mark.parametrize(
         ("content", "text"),
         [
