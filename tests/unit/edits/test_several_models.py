@@ -258,6 +258,7 @@ def test_a_new_run_from_another_one_is_edited_once(tmp_path: Path) -> None:
     [
         *("freeze include=a include=b", "rename layers", "", "resize-vocab 12 rows=normal:0.1 seed=4294967296"),
         *("layers keep=0-9999999", {"verb": "rename", "names": {"a": "\ud800"}}, "rename", "rename a{99999999999}=b"),
+        *("cast bfloat16 include=nothing*", "cast bfloat16 include=layers.*,"),
         {"verb": "rename", "names": {"(" * 5000 + ")" * 5000: "a"}},
         {"verb": "resize-vocab", "size": 12, "rows": "normal:0.1", "seed": -1},
     ],
