@@ -5,6 +5,7 @@ Verbs use it, and :mod:`rankless.conversion.config_dtype` for the bytes of a fil
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,11 +20,22 @@ _TEXT_PARTS = ("text_config", "decoder", "thinker_config", "llm_config", "langua
 #: How deep configurations of parts are nested at most.
 _MAX_DEPTH = 8
 
+#: The largest size in bytes of a file that is indented: indented lists inside of lists take very much space.
+MAX_INDENTED = 64 * 2**10
+
 
 def set_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Return a configuration that names a dtype, of files, wherever it names one. Parts of the model name one, too."""
     changed: dict[str, Any] = replace_dtypes(config, TORCH_NAMES[dtype], _MAX_DEPTH)
     return changed
+
+
+def encode_config(config: Mapping[str, Any], indent: int | None = 2) -> bytes | None:
+    """Return the bytes of a configuration; ``None`` if it is nested so deeply that Python cannot encode it."""
+    try:
+        return json.dumps(config, indent=indent, sort_keys=True).encode() + b"\n"
+    except RecursionError:  # the parser of Python 3.12 takes more
+        return None
 
 
 def change_parts(

@@ -222,6 +222,29 @@ class TestLayers:
         assert changed["text_config"] == {"num_hidden_layers": 2 if "model" in stack else 3, "vocab_size": 6}
         assert changed["vision_config"] == {"depth": 2 if "visual" in stack else 3}
 
+    def test_an_empty_or_a_large_configuration_stays_small(self, tmp_path: Path, source: Path) -> None:
+        save_file({f"layers.{n}.w": torch.ones(2) for n in range(3)}, source / "model.safetensors", {"format": "pt"})
+        for number, inner in enumerate(
+            [b"", b'"n_layer": 3, "x": [' + b"[" * 200 + b",".join([b"[]"] * 50_000) + b"]" * 201]
+        ):
+            (source / "config.json").write_bytes(b"{" + inner + b"}")
+            made = rankless.edit(source, tmp_path / f"out{number}", ["layers keep=0"], to="hf")
+            assert len((made / "config.json").read_bytes()) < 2 * len(inner) + 100
+
+    def test_a_configuration_that_cannot_be_encoded_is_refused(
+        self, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Later versions of Python parse more than they encode."""
+        save_file({f"layers.{n}.w": torch.ones(2) for n in range(3)}, source / "model.safetensors", {"format": "pt"})
+        table: Any = [[]]
+        for _ in range(3000):
+            table = [table]
+        (source / "config.json").write_bytes(b'{"n_layer": 3}')
+        monkeypatch.setattr("rankless.edits.apply_edits._as_table", lambda _: {"n_layer": 3, "x": table})
+        with pytest.raises(InvalidArgumentError, match="nested too deeply"):
+            rankless.edit(source, tmp_path / "out", ["layers keep=0"], to="hf")
+        assert not (tmp_path / "out").exists()
+
     def test_entries_of_each_layer_follow(self, tmp_path: Path, source: Path) -> None:
         save_file({f"layers.{n}.w": torch.ones(2) for n in range(3)}, source / "model.safetensors", {"format": "pt"})
         config = {"n_layer": 3, "cross_attention_layers": [1, 2], "layers_block_type": ["a", "b", "c"]}
