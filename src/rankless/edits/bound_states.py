@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rankless.edits.cast import Cast
-from rankless.edits.catalog import OPTIMIZER, Catalog, Tensors
+from rankless.edits.catalog import MODEL, OPTIMIZER, Catalog, Tensors
 from rankless.edits.dequantise import Dequantise
 from rankless.edits.rename import Rename
 from rankless.edits.value_changes import ValueChange
@@ -75,6 +75,7 @@ def apply_to_named(
     held = {group: catalog.tensors.get(group, {}) for group in sorted(hidden)}
     others = {group: tensors for group, tensors in catalog.tensors.items() if group not in held}
     changed = apply(replace(catalog, tensors=others))
+    is_in_place = is_in_place and not _exchanges_names(catalog, changed)
     before = len(catalog.value_changes)
     changes = tuple(_leave(change, held) for change in changed.value_changes[before:])
     kept = {group: tensors for group, tensors in held.items() if is_in_place and group in catalog.tensors}
@@ -83,6 +84,16 @@ def apply_to_named(
         tensors={**changed.tensors, **kept},
         value_changes=(*changed.value_changes[:before], *changes),
         unread=(*changed.unread, *(() if is_in_place else _describe(held, bound))),
+    )
+
+
+def _exchanges_names(before: Catalog, after: Catalog) -> bool:
+    """Return whether a parameter has got the name of another one: the training counts it in the place of that."""
+    return any(
+        {*tensor.inputs()}.isdisjoint(after.tensors[group][name].inputs())
+        for group in before.groups_of(MODEL)
+        for name, tensor in before.tensors[group].items()
+        if name in after.tensors[group]
     )
 
 

@@ -290,6 +290,13 @@ class TestNumberedStates:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
         return tmp_path / "a.pt"
 
+    def test_do_not_follow_names_that_are_exchanged(self, file: Path, tmp_path: Path) -> None:
+        swap = r"rename layers\.0=layers.x layers\.1=layers.0 layers\.x=layers.1"
+        with pytest.raises(FormatError, match="has only the number"):
+            rankless.edit(file, tmp_path / "out", [swap])
+        assert not (tmp_path / "out").exists()
+        rankless.edit(file, tmp_path / "out", [swap], model_only=True)
+
     @pytest.mark.parametrize("edit", ["layers keep=0", "resize-vocab 12", "upcycle 2 router=zeros"])
     def test_do_not_follow_parameters_that_move(self, file: Path, tmp_path: Path, edit: str) -> None:
         with pytest.raises(FormatError, match=r"has only the number.* model_only"):
