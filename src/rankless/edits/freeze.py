@@ -17,6 +17,9 @@ from rankless.formats.edited_reader import EditedTensor
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.validation import split_state_key, state_key
 
+#: The state of a vector that is trained by torch's ``Adafactor``; a matrix has factors instead.
+_OF_VECTOR = "variance"
+
 
 class Freeze(msgspec.Struct, frozen=True, tag_field="verb", tag="freeze", forbid_unknown_fields=True):
     """Take parameters out of the optimizer: their states are dropped, and the groups no longer list them.
@@ -86,6 +89,7 @@ def add_trained(catalog: Catalog, siblings: Mapping[str, Parameter]) -> Catalog:
         if (like.group, name) in trained:
             raise InvalidArgumentError(f"unfreeze: {name!r} has states in {catalog.label} already")
         parameter = catalog.tensors[like.group][name]
+        _check_factors(catalog, like, parameter, name)
         for (group, state), tensor in like.states.items():
             listed = catalog.name_in(group, like.group, name)
             tensors[group][state_key(listed, state)] = _new_state(parameter, state, tensor, like.tensor, name)
@@ -99,6 +103,18 @@ def add_trained(catalog: Catalog, siblings: Mapping[str, Parameter]) -> Catalog:
     changed = {group: dict(sorted(by_name.items())) for group, by_name in tensors.items()}
     added = replace(catalog, tensors=changed, value_changes=(*catalog.value_changes, *value_changes))
     return added.with_changes(changes, reconstructed)
+
+
+def _check_factors(catalog: Catalog, like: Parameter, parameter: EditedTensor, name: str) -> None:
+    """Raise ``InvalidArgumentError`` for a matrix like a vector if the optimizer has factors of matrices: Adafactor."""
+    if len(parameter.info.shape) < 2 or len(like.tensor.info.shape) > 1:  # noqa: PLR2004 - dimensions of a matrix
+        return
+    states = {split_state_key(key)[1] for group, _ in like.states for key in catalog.tensors[group]}
+    if any(state == _OF_VECTOR or "row" in state for state in states):
+        raise InvalidArgumentError(
+            f"unfreeze: {name!r} is a matrix, and {like.name!r} is none: their states in the optimizer differ. Leave "
+            "the parameter out, and let the optimizer make its states"
+        )
 
 
 def _optimizers_of(catalog: Catalog, parameter: Parameter) -> list[str]:

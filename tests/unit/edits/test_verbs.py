@@ -366,6 +366,15 @@ class TestFreezing:
         with pytest.raises(InvalidArgumentError, match="has no states of an optimizer"):
             rankless.edit(tmp_path / "model", tmp_path / "out", ["freeze *"])
 
+    def test_a_matrix_does_not_get_the_states_that_adafactor_has_of_a_vector(self, tmp_path: Path) -> None:
+        model = Lm()
+        optimizer = torch.optim.Adafactor([model.lm_head.weight, model.lm_head.bias])
+        train_steps(model, optimizer, [1])
+        rankless.save_checkpoint(tmp_path / "run", "a", model=model, optimizer=optimizer)
+        with pytest.raises(InvalidArgumentError, match="is a matrix"):
+            rankless.edit(tmp_path / "run", tmp_path / "out", ["unfreeze embed_tokens.weight like=lm_head.bias"])
+        rankless.edit(tmp_path / "run", tmp_path / "out", ["unfreeze layers.0.norm.bias like=lm_head.bias"])
+
 
 class TestAverages:
     def test_checkpoints_must_have_the_same_tensors(self, run: Path, tmp_path: Path) -> None:
