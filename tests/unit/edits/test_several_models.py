@@ -13,7 +13,7 @@ from torch import nn
 
 import rankless
 from rankless.errors import FormatError, InvalidArgumentError, RanklessError
-from tests.helpers.commands import invoke_json
+from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.edit_oracle import Lm, Oracle, make_optimizer, train_steps
 
 
@@ -289,6 +289,11 @@ class TestNumberedStates:
         train_steps(model, optimizer, [1])
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
         return tmp_path / "a.pt"
+
+    def test_a_dry_run_refuses_what_the_edit_refuses(self, file: Path) -> None:
+        assert "has only the number" in invoke("edit", file, "--dry-run", "resize-vocab 12", code=2).stderr
+        for option in ("--model-only", "--to=hf"):
+            assert "10 to 12 rows" in invoke("edit", file, "--dry-run", option, "resize-vocab 12").stdout
 
     def test_do_not_follow_names_that_are_exchanged(self, file: Path, tmp_path: Path) -> None:
         swap = r"rename layers\.0=layers.x layers\.1=layers.0 layers\.x=layers.1"
