@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rankless.edits.average import Average
-from rankless.edits.bound_states import IN_PLACE, apply_to_named, find_bound_states
+from rankless.edits.bound_states import apply_to_named, find_bound_states
 from rankless.edits.catalog import Catalog
 from rankless.edits.companions import check_tokenizer, read_config
 from rankless.edits.config_dtypes import MAX_INDENTED, encode_config
@@ -71,7 +71,7 @@ def edit_reader(reader: Reader, verbs: Sequence[Verb]) -> tuple[EditedReader, Ed
                 catalog, [(str(other.path), _list_tensors(n, other)) for n, other in enumerate(others, start=1)]
             )
         else:
-            catalog = apply_to_named(verb.apply, catalog, bound, is_in_place=isinstance(verb, IN_PLACE))
+            catalog = apply_to_named(verb, catalog, bound)
     if catalog.rows is not None:
         check_tokenizer(reader, catalog.rows)
     _check_names(catalog)

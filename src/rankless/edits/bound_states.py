@@ -9,8 +9,8 @@ parameters in their places, and cannot be read any more if it does not.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -19,6 +19,7 @@ from rankless.edits.cast import Cast
 from rankless.edits.catalog import MODEL, OPTIMIZER, Catalog, Tensors
 from rankless.edits.dequantise import Dequantise
 from rankless.edits.rename import Rename
+from rankless.edits.resize_vocab import ResizeVocab
 from rankless.edits.value_changes import ValueChange
 from rankless.formats.reader import Reader, UnreadTensorNote
 from rankless.inspection.placeholders import PlaceholderCodec
@@ -27,8 +28,19 @@ from rankless.ondisk.value_files import BY_NUMBER
 #: A number, after the optimizer's number if there are several.
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
+
+class Verb(Protocol):
+    """A verb of an edit."""
+
+    def apply(self, catalog: Catalog) -> Catalog:
+        """Return the catalog after the verb."""
+
+
 #: The verbs that leave each parameter in its place, with its shape.
 IN_PLACE = (Cast, Dequantise, Rename)
+
+#: The verbs that leave each parameter in its place: optimizers without states need not follow them.
+_SAME_PARAMETERS = (ResizeVocab,)
 
 _ADVICE = (
     "load the checkpoint into the training and save it with rankless first, or edit the model alone, with model_only"
@@ -64,17 +76,15 @@ def find_bound_states(reader: Reader, catalog: Catalog) -> BoundStates:
     )
 
 
-def apply_to_named(
-    apply: Callable[[Catalog], Catalog], catalog: Catalog, bound: BoundStates, *, is_in_place: bool
-) -> Catalog:
-    """Return the catalog after a verb is applied, which does not see states that cannot follow.
-
-    ``is_in_place``: the verb is one of :data:`IN_PLACE`.
-    """
+def apply_to_named(verb: Verb, catalog: Catalog, bound: BoundStates) -> Catalog:
+    """Return the catalog after a verb is applied, which does not see states that cannot follow."""
+    is_in_place = isinstance(verb, IN_PLACE)
     hidden = bound.numbered if is_in_place else bound.numbered | bound.flat
+    if isinstance(verb, _SAME_PARAMETERS):
+        hidden = frozenset(group for group in hidden if catalog.tensors.get(group))
     held = {group: catalog.tensors.get(group, {}) for group in sorted(hidden)}
     others = {group: tensors for group, tensors in catalog.tensors.items() if group not in held}
-    changed = apply(replace(catalog, tensors=others))
+    changed = verb.apply(replace(catalog, tensors=others))
     is_in_place = is_in_place and not _exchanges_names(catalog, changed)
     before = len(catalog.value_changes)
     changes = tuple(_leave(change, held) for change in changed.value_changes[before:])

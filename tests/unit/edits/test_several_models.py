@@ -335,10 +335,16 @@ class TestStatesThatCannotFollow:
         model = Lm()
         optimizer = torch.optim.SGD([{"params": [p], "lr": n + 1.0} for n, p in enumerate(model.parameters())])
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
-        for edit in ("layers order=2,1,0", "resize-vocab 12", "upcycle 2 router=zeros"):
+        for edit in ("layers order=2,1,0", "upcycle 2 router=zeros"):
             with pytest.raises(FormatError, match="has only the number"):
                 rankless.edit(tmp_path / "a.pt", tmp_path / "out", [edit])
             assert not (tmp_path / "out").exists()
+        rankless.edit(tmp_path / "a.pt", tmp_path / "rows", ["resize-vocab 12"])
+        larger = Lm(12)
+        groups = [{"params": [parameter], "lr": 0.0} for parameter in larger.parameters()]
+        its_optimizer = torch.optim.SGD(groups)
+        rankless.load_checkpoint(tmp_path / "rows", model=larger, optimizer=its_optimizer)
+        assert [group["lr"] for group in its_optimizer.param_groups] == [n + 1.0 for n in range(len(groups))]
         rankless.load_checkpoint(tmp_path / "a.pt", model=Lm(), edit=["layers order=2,1,0"])
         with pytest.raises(FormatError, match="has only the number"):
             rankless.load_checkpoint(tmp_path / "a.pt", model=model, optimizer=optimizer, edit=["layers order=2,1,0"])
