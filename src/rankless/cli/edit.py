@@ -71,17 +71,19 @@ def edit(  # noqa: PLR0917 - the options of a command
     chosen: str | list[str] = recipe or edits or []
     source, keys = resolve_path(checkpoint, tag), parse_keys(key)
     if output is None:
-        _print_report(_explain(source, chosen, keys), as_json=as_json)
+        its_model_only = model_only or to in {"hf", "safetensors"}
+        report = _explain(source, chosen, {"keys": keys, "layout": layout, "model_only": its_model_only})
+        _print_report(report, as_json=as_json)
         return
     options: dict[str, Any] = {"to": to, "model_only": model_only, "keys": keys, "layout": layout, "step": step}
     _write(source, parse_location(output), chosen, {**options, "max_shard_size": max_shard_size, "verify": verify})
     print_result(parse_location(output), to, as_json=as_json)
 
 
-def _explain(source: Path, edits: str | Sequence[str], keys: Mapping[str, str]) -> EditReport:
+def _explain(source: Path, edits: str | Sequence[str], options: Mapping[str, Any]) -> EditReport:
     with leave_on_interrupt():
         from rankless.conversion.edit import explain_edit  # noqa: PLC0415 - slow to import
-    return explain_edit(source, edits, keys)
+    return explain_edit(source, edits, **options)
 
 
 def _write(source: Path, output: Path, edits: str | Sequence[str], options: Mapping[str, Any]) -> None:

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import json
 
-from rankless.edits.config_dtypes import replace_dtypes
-
-#: The largest size in bytes of a file that is indented.
-_MAX_INDENTED = 64 * 2**10
+from rankless.edits.config_dtypes import MAX_INDENTED, replace_dtypes
 
 
 def set_config_dtype(config: bytes, dtype: str) -> bytes:
@@ -24,7 +21,7 @@ def set_config_dtype(config: bytes, dtype: str) -> bytes:
     """
     try:
         content = replace_dtypes(json.loads(config), dtype)
-        indent = 2 if len(config) <= _MAX_INDENTED else None  # indented lists inside of lists take very much space
+        indent = 2 if len(config) <= MAX_INDENTED else None
         return json.dumps(content, indent=indent, sort_keys=True).encode() + b"\n"
     except (ValueError, RecursionError):
         return config

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 
+from rankless.conversion.carried_values import carry_values
 from rankless.conversion.pipeline import Conversion, ConversionRequest
 from rankless.conversion.tensor_filter import TensorFilter
 from rankless.edits.apply_edits import EditReport, ReaderEdit, edit_reader
@@ -108,6 +109,21 @@ def edit(
             return Conversion(request, writing, on_event or ignore_event).run(verify=verify)
 
 
-def explain_edit(path: Path, edits: Edit, keys: Mapping[str, str] | None = None) -> EditReport:
-    """Return the changes that an edit would make. Nothing is written. ``rankless edit --dry-run`` prints it."""
-    return edit_reader(open_latest(path, dict(keys or {})), parse_recipe(edits))[1]
+def explain_edit(
+    path: Path,
+    edits: Edit,
+    keys: Mapping[str, str] | None = None,
+    *,
+    layout: str | PathLike[str] | None = None,
+    model_only: bool = False,
+) -> EditReport:
+    """Return the changes that an edit would make. Nothing is written. ``rankless edit --dry-run`` prints it.
+
+    Raises the error of the edit if it is refused: of states that cannot follow, and of values.
+    """
+    its_keys = {**(keys or {}), **({LAYOUT: str(layout)} if layout is not None else {})}
+    reader, report = edit_reader(open_latest(path, its_keys), parse_recipe(edits))
+    tensor_filter = TensorFilter(model_only=model_only, adapters=WITH_ADAPTERS)
+    tensor_filter.select_tensors(reader)
+    carry_values(reader, tensor_filter)
+    return report

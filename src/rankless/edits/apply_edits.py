@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from rankless.edits.average import Average
-from rankless.edits.bound_states import IN_PLACE, apply_to_named, find_bound_states
+from rankless.edits.bound_states import apply_to_named, find_bound_states
 from rankless.edits.catalog import Catalog
 from rankless.edits.companions import check_tokenizer, read_config
+from rankless.edits.config_dtypes import MAX_INDENTED, encode_config
 from rankless.edits.formulas import StoredFormula
 from rankless.edits.group_totals import describe_groups
 from rankless.edits.recipe import Verb, encode_recipe
@@ -54,9 +56,13 @@ def edit_reader(reader: Reader, verbs: Sequence[Verb]) -> tuple[EditedReader, Ed
     """
     readers: list[Reader] = [reader]
     raw_config = read_config(reader)
-    config = _as_table(raw_config or b"")
-    catalog = Catalog(str(reader.path), _list_tensors(0, reader), reader.tied, config=config)
-    before, bound = catalog, find_bound_states(reader, catalog)
+    config = _as_table(raw_config) if raw_config is not None else None
+    catalog = Catalog(str(reader.path), _list_tensors(0, reader), reader.tied, config=config or {})
+    bound = find_bound_states(reader, catalog)
+    # Parameter groups follow, also if no parameter has states: of SGD, or before the first step.
+    without_tensors = sorted(bound.optimizers - catalog.tensors.keys())
+    catalog = replace(catalog, tensors={**catalog.tensors, **{group: {} for group in without_tensors}})
+    before = catalog
     for verb in verbs:
         if isinstance(verb, Average):
             others = _open_others(verb, reader)
@@ -65,14 +71,12 @@ def edit_reader(reader: Reader, verbs: Sequence[Verb]) -> tuple[EditedReader, Ed
                 catalog, [(str(other.path), _list_tensors(n, other)) for n, other in enumerate(others, start=1)]
             )
         else:
-            catalog = apply_to_named(verb.apply, catalog, bound, is_in_place=isinstance(verb, IN_PLACE))
+            catalog = apply_to_named(verb, catalog, bound)
     if catalog.rows is not None:
         check_tokenizer(reader, catalog.rows)
     _check_names(catalog)
-    if raw_config is not None and not config and catalog.config_changes:
-        raise InvalidArgumentError(
-            f"{CONFIG} next to {reader.path} must follow the edit, and is no JSON object: correct it, or remove it"
-        )
+    if raw_config is not None and catalog.config_changes:
+        _check_config(config, catalog)
     record = EditRecord([_identify(opened) for opened in readers], encode_recipe(verbs))
     changers = _join_changes(catalog), _config_changer(catalog)
     content = EditedContent(catalog.tensors, catalog.tied, *changers, record, catalog.reconstructed, catalog.unread)
@@ -147,13 +151,22 @@ def _check_names(catalog: Catalog) -> None:
             raise InvalidArgumentError(f"the edit leaves no tensor of {group} of {catalog.label}")
 
 
-def _as_table(raw: bytes) -> dict[str, Any]:
-    """Return the contents of a ``config.json``, or nothing if it is no JSON object."""
+def _check_config(config: Mapping[str, Any] | None, catalog: Catalog) -> None:
+    """Raise ``InvalidArgumentError`` if the configuration cannot follow an edit that changes it."""
+    problem = "no JSON object" if config is None else "nested too deeply"
+    if config is None or encode_config(catalog.config) is None:
+        raise InvalidArgumentError(
+            f"{CONFIG} next to {catalog.label} must follow the edit, and is {problem}: correct it, or remove it"
+        )
+
+
+def _as_table(raw: bytes) -> dict[str, Any] | None:
+    """Return the contents of a ``config.json``, or ``None`` if it is no JSON object."""
     try:
         table = json.loads(raw)
     except (ValueError, RecursionError):
-        return {}
-    return table if isinstance(table, dict) else {}
+        return None
+    return table if isinstance(table, dict) else None
 
 
 def _join_changes(catalog: Catalog) -> ValueChange:
@@ -172,6 +185,7 @@ def _config_changer(catalog: Catalog) -> Callable[[bytes], bytes]:
             return raw
         for change in catalog.config_changes:
             table = change(table)
-        return json.dumps(table, indent=2, sort_keys=True).encode() + b"\n"
+        encoded = encode_config(table, indent=2 if len(raw) <= MAX_INDENTED else None)
+        return raw if encoded is None else encoded  # the edit has checked that it is not nested too deeply
 
     return change_config

@@ -9,16 +9,17 @@ parameters in their places, and cannot be read any more if it does not.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Protocol
 
 import msgspec
 from msgspec.structs import replace
 
 from rankless.edits.cast import Cast
-from rankless.edits.catalog import OPTIMIZER, Catalog, Tensors
+from rankless.edits.catalog import MODEL, OPTIMIZER, Catalog, Tensors
 from rankless.edits.dequantise import Dequantise
 from rankless.edits.rename import Rename
+from rankless.edits.resize_vocab import ResizeVocab
 from rankless.edits.value_changes import ValueChange
 from rankless.formats.reader import Reader, UnreadTensorNote
 from rankless.inspection.placeholders import PlaceholderCodec
@@ -27,8 +28,19 @@ from rankless.ondisk.value_files import BY_NUMBER
 #: A number, after the optimizer's number if there are several.
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
+
+class Verb(Protocol):
+    """A verb of an edit."""
+
+    def apply(self, catalog: Catalog) -> Catalog:
+        """Return the catalog after the verb."""
+
+
 #: The verbs that leave each parameter in its place, with its shape.
 IN_PLACE = (Cast, Dequantise, Rename)
+
+#: The verbs that leave each parameter in its place: optimizers without states need not follow them.
+_SAME_PARAMETERS = (ResizeVocab,)
 
 _ADVICE = (
     "load the checkpoint into the training and save it with rankless first, or edit the model alone, with model_only"
@@ -42,8 +54,12 @@ _FLAT = "belongs to all parameters together, so that it cannot follow parameters
 
 
 class BoundStates(msgspec.Struct, frozen=True):
-    """The optimizers with states that cannot follow parameters that move: of numbers, and of one vector for all."""
+    """The optimizers with states that cannot follow parameters that move: of numbers, and of one vector for all.
 
+    ``optimizers`` are all of the checkpoint, also without states.
+    """
+
+    optimizers: frozenset[str] = frozenset()
     numbered: frozenset[str] = frozenset()
     flat: frozenset[str] = frozenset()
 
@@ -54,22 +70,22 @@ def find_bound_states(reader: Reader, catalog: Catalog) -> BoundStates:
     shared = reader.read_values(0, shared_codec, rank_codec).shared
     optimizers = {slot: value for slot, value in shared.items() if slot.partition("/")[0] == OPTIMIZER}
     return BoundStates(
+        frozenset(optimizers),
         frozenset(slot for slot, value in optimizers.items() if _is_numbered(catalog, slot, value)),
         frozenset(slot for slot, value in optimizers.items() if any(map(_is_flat, value.get("groups", ())))),
     )
 
 
-def apply_to_named(
-    apply: Callable[[Catalog], Catalog], catalog: Catalog, bound: BoundStates, *, is_in_place: bool
-) -> Catalog:
-    """Return the catalog after a verb is applied, which does not see states that cannot follow.
-
-    ``is_in_place``: the verb is one of :data:`IN_PLACE`.
-    """
+def apply_to_named(verb: Verb, catalog: Catalog, bound: BoundStates) -> Catalog:
+    """Return the catalog after a verb is applied, which does not see states that cannot follow."""
+    is_in_place = isinstance(verb, IN_PLACE)
     hidden = bound.numbered if is_in_place else bound.numbered | bound.flat
+    if isinstance(verb, _SAME_PARAMETERS):
+        hidden = frozenset(group for group in hidden if catalog.tensors.get(group))
     held = {group: catalog.tensors.get(group, {}) for group in sorted(hidden)}
     others = {group: tensors for group, tensors in catalog.tensors.items() if group not in held}
-    changed = apply(replace(catalog, tensors=others))
+    changed = verb.apply(replace(catalog, tensors=others))
+    is_in_place = is_in_place and not _exchanges_names(catalog, changed)
     before = len(catalog.value_changes)
     changes = tuple(_leave(change, held) for change in changed.value_changes[before:])
     kept = {group: tensors for group, tensors in held.items() if is_in_place and group in catalog.tensors}
@@ -78,6 +94,16 @@ def apply_to_named(
         tensors={**changed.tensors, **kept},
         value_changes=(*changed.value_changes[:before], *changes),
         unread=(*changed.unread, *(() if is_in_place else _describe(held, bound))),
+    )
+
+
+def _exchanges_names(before: Catalog, after: Catalog) -> bool:
+    """Return whether a parameter has got the name of another one: the training counts it in the place of that."""
+    return any(
+        {*tensor.inputs()}.isdisjoint(after.tensors[group][name].inputs())
+        for group in before.groups_of(MODEL)
+        for name, tensor in before.tensors[group].items()
+        if name in after.tensors[group]
     )
 
 

@@ -29,6 +29,9 @@ class Cast(msgspec.Struct, frozen=True, tag_field="verb", tag="cast", forbid_unk
     def apply(self, catalog: Catalog) -> Catalog:
         """Return the catalog with another dtype. Raises ``InvalidArgumentError``."""
         dtype = parse_dtype(self.dtype)
+        for pattern in self.include:
+            if not any(fnmatchcase(name, pattern) for name in catalog.names()):
+                raise InvalidArgumentError(f"cast: {catalog.label} has no parameter {pattern!r}")
         changes: list[Change] = []
 
         def cast(parameter: Parameter) -> Sequence[Parameter] | None:

@@ -5,7 +5,8 @@ Verbs use it, and :mod:`rankless.conversion.config_dtype` for the bytes of a fil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rankless.ondisk.dtypes import TORCH_NAMES
@@ -13,11 +14,14 @@ from rankless.ondisk.dtypes import TORCH_NAMES
 #: The names that a configuration has for the dtype of the weights, now and before transformers 5.
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
-#: The parts of a configuration that describe a model of text.
-_TEXT_PARTS = ("text_config", "decoder")
+#: The parts of a configuration that describe a model of text, or contain such a part: of Qwen-Omni, InternVL, Janus.
+_TEXT_PARTS = ("text_config", "decoder", "thinker_config", "llm_config", "language_config")
 
 #: How deep configurations of parts are nested at most.
 _MAX_DEPTH = 8
+
+#: The largest size in bytes of a file that is indented: indented lists inside of lists take very much space.
+MAX_INDENTED = 64 * 2**10
 
 
 def set_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -26,14 +30,32 @@ def set_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     return changed
 
 
-def change_parts(config: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+def encode_config(config: Mapping[str, Any], indent: int | None = 2) -> bytes | None:
+    """Return the bytes of a configuration; ``None`` if it is nested so deeply that Python cannot encode it."""
+    try:
+        return json.dumps(config, indent=indent, sort_keys=True).encode() + b"\n"
+    except RecursionError:  # the parser of Python 3.12 takes more
+        return None
+
+
+def change_parts(
+    config: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]], depth: int = _MAX_DEPTH
+) -> dict[str, Any]:
     """Return a configuration after a change of it, and of its parts for text and for a decoder."""
-    return {**change(config), **{key: change(dict(part)) for key, part in text_parts(config).items()}}
+    parts = text_parts(config) if depth else {}
+    return {**change(config), **{key: change_parts(dict(part), change, depth - 1) for key, part in parts.items()}}
 
 
 def text_parts(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the parts of a configuration that describe its model of text, such as ``text_config``."""
     return {key: config[key] for key in _TEXT_PARTS if isinstance(config.get(key), dict)}
+
+
+def iterate_parts(config: Mapping[str, Any], depth: int = _MAX_DEPTH) -> Iterator[Mapping[str, Any]]:
+    """Yield a configuration, and its parts for text and for a decoder, which :func:`change_parts` changes."""
+    yield config
+    for part in text_parts(config).values() if depth else ():
+        yield from iterate_parts(part, depth - 1)
 
 
 def replace_dtypes(content: Any, dtype: str, depth: int = _MAX_DEPTH) -> Any:

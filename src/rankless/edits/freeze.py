@@ -17,6 +17,9 @@ from rankless.formats.edited_reader import EditedTensor
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.validation import split_state_key, state_key
 
+#: The state of a vector that is trained by torch's ``Adafactor``; a matrix has factors instead.
+_OF_VECTOR = "variance"
+
 
 class Freeze(msgspec.Struct, frozen=True, tag_field="verb", tag="freeze", forbid_unknown_fields=True):
     """Take parameters out of the optimizer: their states are dropped, and the groups no longer list them.
@@ -31,13 +34,15 @@ class Freeze(msgspec.Struct, frozen=True, tag_field="verb", tag="freeze", forbid
         """Return the catalog without the states of some parameters. Raises ``InvalidArgumentError``."""
         _check_optimizer(catalog, "freeze")
         frozen = {catalog.resolve(name) for name in _select(catalog.names(), self.include, catalog, "freeze")}
-        tensors, changes = dict(catalog.tensors), []
+        tensors, changes, without_states = dict(catalog.tensors), [], {*frozen}
         for group in catalog.groups_of(OPTIMIZER):
             names = {key: catalog.owner_of(group, split_state_key(key)[0])[1] for key in tensors[group]}
             left = {key: tensor for key, tensor in tensors[group].items() if names[key] not in frozen}
             dropped = {split_state_key(key)[0] for key in tensors[group].keys() - left.keys()}
             changes += [Change(group, f"{name}: frozen, its states are dropped") for name in sorted(dropped)]
+            without_states -= {catalog.owner_of(group, name)[1] for name in dropped}
             tensors[group] = left
+        changes += [Change(OPTIMIZER, f"{name}: frozen, it has no states") for name in sorted(without_states)]
         change = _in_optimizer_only(catalog, frozen)
         return replace(catalog, tensors=tensors, value_changes=(*catalog.value_changes, change)).with_changes(changes)
 
@@ -71,8 +76,8 @@ class Unfreeze(msgspec.Struct, frozen=True, tag_field="verb", tag="unfreeze", fo
 def add_trained(catalog: Catalog, siblings: Mapping[str, Parameter]) -> Catalog:
     """Return a catalog in which parameters have states like their siblings, and are in the groups of these.
 
-    ``siblings`` has a trained parameter of the same model for each name. Raises ``InvalidArgumentError`` if one of the
-    names has states already, in any optimizer.
+    ``siblings`` has a parameter of the same model for each name. One without states may be in a group nevertheless: of
+    SGD. Raises ``InvalidArgumentError`` if one of the names has states already, in any optimizer.
     """
     tensors = {group: dict(catalog.tensors[group]) for group in catalog.tensors}
     changes: list[Change] = []
@@ -84,16 +89,39 @@ def add_trained(catalog: Catalog, siblings: Mapping[str, Parameter]) -> Catalog:
         if (like.group, name) in trained:
             raise InvalidArgumentError(f"unfreeze: {name!r} has states in {catalog.label} already")
         parameter = catalog.tensors[like.group][name]
+        _check_factors(catalog, like, parameter, name)
         for (group, state), tensor in like.states.items():
-            listed, its = (catalog.name_in(group, like.group, each) for each in (name, like.name))
+            listed = catalog.name_in(group, like.group, name)
             tensors[group][state_key(listed, state)] = _new_state(parameter, state, tensor, like.tensor, name)
             reconstructed.append(f"{state} of {name}")
+        for group in dict.fromkeys(group for group, _ in like.states) or _optimizers_of(catalog, like):
+            listed, its = (catalog.name_in(group, like.group, each) for each in (name, like.name))
             joined.setdefault((group, its), {})[listed] = None
-        changes.append(Change(like.group, f"{name}: trained from now on, in the group of {like.name}"))
+        if like.states:
+            changes.append(Change(like.group, f"{name}: trained from now on, in the group of {like.name}"))
     value_changes = (add_parameters(list(names), like, group) for (group, like), names in joined.items())
     changed = {group: dict(sorted(by_name.items())) for group, by_name in tensors.items()}
     added = replace(catalog, tensors=changed, value_changes=(*catalog.value_changes, *value_changes))
     return added.with_changes(changes, reconstructed)
+
+
+def _check_factors(catalog: Catalog, like: Parameter, parameter: EditedTensor, name: str) -> None:
+    """Raise ``InvalidArgumentError`` for a matrix like a vector if the optimizer has factors of matrices: Adafactor."""
+    if len(parameter.info.shape) < 2 or len(like.tensor.info.shape) > 1:  # noqa: PLR2004 - dimensions of a matrix
+        return
+    states = {split_state_key(key)[1] for group, _ in like.states for key in catalog.tensors[group]}
+    if any(state == _OF_VECTOR or "row" in state for state in states):
+        raise InvalidArgumentError(
+            f"unfreeze: {name!r} is a matrix, and {like.name!r} is none: their states in the optimizer differ. Leave "
+            "the parameter out, and let the optimizer make its states"
+        )
+
+
+def _optimizers_of(catalog: Catalog, parameter: Parameter) -> list[str]:
+    """Return the optimizers whose groups may list a parameter without states."""
+    owner = parameter.group, parameter.name
+    names = {group: catalog.name_in(group, *owner) for group in catalog.groups_of(OPTIMIZER)}
+    return [group for group, name in names.items() if catalog.owner_of(group, name) == owner]
 
 
 def _new_state(

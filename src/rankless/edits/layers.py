@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rankless.edits.catalog import MODEL, Catalog, Change, Parameter, map_parameters
-from rankless.edits.config_dtypes import change_parts, text_parts
+from rankless.edits.config_dtypes import change_parts, iterate_parts, text_parts
 from rankless.errors import InvalidArgumentError
 
 #: The most layers of a model after an edit.
@@ -26,7 +26,11 @@ _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 _TWO_STACKS = {"num_decoder_layers", "decoder_layers"}
 
 #: Entries of ``config.json`` with a list that has an element for each layer, and entries with numbers of layers.
-_LISTS, _NUMBERS = ("layer_types", "no_rope_layers", "attention_layers"), ("mlp_only_layers", "full_attn_idxs")
+_LISTS = ("layer_types", "no_rope_layers", "attention_layers", "layers_block_type", "moe_layer_freq", "mlp_layer_types")
+_NUMBERS = ("mlp_only_layers", "full_attn_idxs", "cross_attention_layers", "attn_layer_indices")
+
+#: The entry of ``config.json`` with the number of the first layers, which are dense, before those with experts.
+_DENSE = "first_k_dense_replace"
 
 
 class Layers(msgspec.Struct, frozen=True, tag_field="verb", tag="layers", forbid_unknown_fields=True):
@@ -145,11 +149,11 @@ def _change_config(config: dict[str, Any], order: Sequence[int], count: int, sta
     For example ``model.vision_tower.encoder.layers`` changes ``vision_config`` alone, and ``model.layers`` the entries
     of the whole model and of its text. Raises ``InvalidArgumentError`` if that part has another number of layers.
     """
-    words = stack.replace("visual", "vision")
-    described = [key for key, part in config.items() if isinstance(part, dict) and _counts_of(part, stack)]
-    text = text_parts(config)
-    own = [key for key in described if key not in text and key.removesuffix("_config") in words]
-    parts = [config[key] for key in own] or [config, *text.values()]
+    own = _own_parts(config, stack)
+    for key, part in text_parts(config).items():
+        if not own and any(_own_parts(inner, stack) for inner in iterate_parts(part)):
+            return {**config, key: _change_config(part, order, count, stack)}
+    parts = [config[key] for key in own] or [*iterate_parts(config)]
     counts = [entry for part in parts for entry in _counts_of(part, stack).items()]
     if counts and count not in (value for _, value in counts):
         listed = ", ".join(f"{key} {value}" for key, value in counts)
@@ -159,6 +163,13 @@ def _change_config(config: dict[str, Any], order: Sequence[int], count: int, sta
     if own:
         return {**config, **{key: _change_part(config[key], order, count, stack) for key in own}}
     return change_parts(config, lambda part: _change_part(part, order, count, stack))
+
+
+def _own_parts(config: Mapping[str, Any], stack: str) -> list[str]:
+    """Return the entries of a configuration that describe a stack of another kind than text, such as of vision."""
+    words, text = stack.replace("visual", "vision"), text_parts(config)
+    described = [key for key, part in config.items() if isinstance(part, dict) and _counts_of(part, stack)]
+    return [key for key in described if key not in text and key.removesuffix("_config") in words]
 
 
 def _counts_of(config: Mapping[str, Any], stack: str) -> dict[str, int]:
@@ -174,7 +185,19 @@ def _change_part(config: dict[str, Any], order: Sequence[int], count: int, stack
     for key in _NUMBERS:
         if isinstance(config.get(key), list):
             changed[key] = [new for new, old in enumerate(order) if old in config[key]]
+    if changed.keys() & found.keys() and type(config.get(_DENSE)) is int:
+        changed[_DENSE] = _count_dense(order, config[_DENSE])
     return {**config, **changed}
+
+
+def _count_dense(order: Sequence[int], first: int) -> int:
+    """Return how many of the new layers are dense. Raises ``InvalidArgumentError`` if they are not the first ones."""
+    are_dense = [old < first for old in order]
+    if not all(are_dense[: sum(are_dense)]):
+        raise InvalidArgumentError(
+            f"layers: the first {first} layers are dense ({_DENSE} in config.json), and must stay before the others"
+        )
+    return sum(are_dense)
 
 
 def _count_keys(config: Mapping[str, Any], stack: str) -> Sequence[str]:

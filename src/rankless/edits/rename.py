@@ -24,6 +24,8 @@ class Rename(msgspec.Struct, frozen=True, tag_field="verb", tag="rename", forbid
 
     def apply(self, catalog: Catalog) -> Catalog:
         """Return the catalog with other names. Raises ``InvalidArgumentError`` if two would be equal."""
+        if not self.names:
+            raise InvalidArgumentError("rename: pass a regular expression with its replacement, such as ^net=model")
         changes: list[Change] = []
         matched: set[str] = set()
 
@@ -47,7 +49,7 @@ class Rename(msgspec.Struct, frozen=True, tag_field="verb", tag="rename", forbid
         for pattern, replacement in self.names.items():
             try:
                 name, count = re.subn(pattern, replacement, name)
-            except (re.error, IndexError) as error:
+            except (re.error, IndexError, OverflowError, RecursionError) as error:
                 raise InvalidArgumentError(f"rename: {pattern!r} with {replacement!r}: {error}") from error
             if count:
                 matched.add(pattern)

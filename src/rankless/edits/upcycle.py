@@ -135,15 +135,13 @@ class Upcycle(msgspec.Struct, frozen=True, tag_field="verb", tag="upcycle", forb
             info = TensorInfo(first.tensor.info.dtype, (self.experts, _hidden_size(catalog.config, parts)))
             is_zero = rule.kind == "zeros"
             tensors[group][router] = Zeros(info) if is_zero else NormalRows(info, router, rule.std, rule.seed)
-            if first.states:
-                siblings.setdefault(group, []).append((router, names.rename(first.name)[0]))
+            siblings.setdefault(group, []).append((router, names.rename(first.name)[0]))
         sorted_tensors = {group: dict(sorted(by_name.items())) for group, by_name in tensors.items()}
         added = replace(catalog, tensors=sorted_tensors)
         trained = {(parameter.group, parameter.name): parameter for parameter in added.parameters()}
         for group, pairs in siblings.items():
             added = add_trained(added, {router: trained[group, sibling] for router, sibling in pairs})
-        new = [names.router(prefix) for group, prefix in mlps if group not in siblings]
-        return added.with_changes([], [*(router for pairs in siblings.values() for router, _ in pairs), *new])
+        return added.with_changes([], [router for pairs in siblings.values() for router, _ in pairs])
 
     def _change_config(self, config: dict[str, Any]) -> dict[str, Any]:
         if self.style == "mixtral":

@@ -11,6 +11,7 @@ from typing import Any
 
 from rankless.errors import InvalidArgumentError
 from rankless.ondisk.value_files import OWN_STATE
+from rankless.state.schedulers_by_params import BY_GROUP
 
 #: Changes the shared values of a checkpoint.
 ValueChange = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -19,7 +20,7 @@ ValueChange = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 RenameNames = Callable[[str], Sequence[str]]
 
 #: The entries of schedulers that have an element for each parameter group of the optimizer.
-_PER_GROUP = ("base_lrs", "_last_lr", "last_lr", "min_lrs", "max_lrs", "lr_lambdas", "_initial_lrs")
+_PER_GROUP = (*BY_GROUP, "last_lr", "_initial_lrs")
 
 _OPTIMIZER, _SCHEDULER, _MODEL = "optimizer", "scheduler", "model"
 

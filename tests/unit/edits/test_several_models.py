@@ -13,6 +13,7 @@ from torch import nn
 
 import rankless
 from rankless.errors import FormatError, InvalidArgumentError, RanklessError
+from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.edit_oracle import Lm, Oracle, make_optimizer, train_steps
 
 
@@ -179,6 +180,35 @@ class Plain(torch.optim.Optimizer):
                 state["step"] = state["step"] + 1 if "step" in state else 1
 
 
+def _save_without_states(run: Path, *, trains: str = "") -> None:
+    model = Lm(layers=1)
+    parameters = [parameter for name, parameter in model.named_parameters() if trains in name]
+    optimizer = torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1)
+    rankless.save_checkpoint(run, "x", model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2))
+
+
+def test_routers_join_the_group_of_their_experts_if_an_optimizer_has_no_states(tmp_path: Path) -> None:
+    _save_without_states(tmp_path / "run")
+    rankless.edit(tmp_path / "run", tmp_path / "out", ["upcycle 2"])
+    shared = json.loads((tmp_path / "out/state.json").read_text())
+    groups = [group["params"] for group in shared["optimizer"]["groups"]]
+    assert [*map(sorted, groups)] == shared["scheduler"]["params"]
+    (group,) = (group for group in groups if "layers.0.mlp.router.weight" in group)
+    assert "layers.0.mlp.experts.0.gate_proj.weight" in group
+    _save_without_states(tmp_path / "frozen", trains="norm")
+    rankless.edit(tmp_path / "frozen", tmp_path / "out2", ["upcycle 2"])
+    assert "router" not in (tmp_path / "out2/state.json").read_text()
+
+
+def test_parameters_without_states_are_frozen(tmp_path: Path) -> None:
+    _save_without_states(tmp_path / "run")
+    shown = invoke_json("edit", tmp_path / "run", "--dry-run", "freeze *norm*")
+    assert "optimizer: layers.0.norm.bias: frozen, it has no states" in shown["changes"]
+    rankless.edit(tmp_path / "run", tmp_path / "out", ["freeze *norm*"])
+    assert "norm" not in (tmp_path / "out/state.json").read_text()
+    assert "norm" in (tmp_path / "run/x/state.json").read_text()
+
+
 def test_numbers_of_a_parameter_that_joins_are_zero(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     optimizer = Plain([model[0].weight])
@@ -227,7 +257,9 @@ def test_a_new_run_from_another_one_is_edited_once(tmp_path: Path) -> None:
     "edit",
     [
         *("freeze include=a include=b", "rename layers", "", "resize-vocab 12 rows=normal:0.1 seed=4294967296"),
-        *("layers keep=0-9999999", {"verb": "rename", "names": {"a": "\ud800"}}),
+        *("layers keep=0-9999999", {"verb": "rename", "names": {"a": "\ud800"}}, "rename", "rename a{99999999999}=b"),
+        *("cast bfloat16 include=nothing*", "cast bfloat16 include=layers.*,"),
+        {"verb": "rename", "names": {"(" * 5000 + ")" * 5000: "a"}},
         {"verb": "resize-vocab", "size": 12, "rows": "normal:0.1", "seed": -1},
     ],
 )
@@ -257,6 +289,18 @@ class TestNumberedStates:
         train_steps(model, optimizer, [1])
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
         return tmp_path / "a.pt"
+
+    def test_a_dry_run_refuses_what_the_edit_refuses(self, file: Path) -> None:
+        assert "has only the number" in invoke("edit", file, "--dry-run", "resize-vocab 12", code=2).stderr
+        for option in ("--model-only", "--to=hf"):
+            assert "10 to 12 rows" in invoke("edit", file, "--dry-run", option, "resize-vocab 12").stdout
+
+    def test_do_not_follow_names_that_are_exchanged(self, file: Path, tmp_path: Path) -> None:
+        swap = r"rename layers\.0=layers.x layers\.1=layers.0 layers\.x=layers.1"
+        with pytest.raises(FormatError, match="has only the number"):
+            rankless.edit(file, tmp_path / "out", [swap])
+        assert not (tmp_path / "out").exists()
+        rankless.edit(file, tmp_path / "out", [swap], model_only=True)
 
     @pytest.mark.parametrize("edit", ["layers keep=0", "resize-vocab 12", "upcycle 2 router=zeros"])
     def test_do_not_follow_parameters_that_move(self, file: Path, tmp_path: Path, edit: str) -> None:
@@ -291,10 +335,16 @@ class TestStatesThatCannotFollow:
         model = Lm()
         optimizer = torch.optim.SGD([{"params": [p], "lr": n + 1.0} for n, p in enumerate(model.parameters())])
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
-        for edit in ("layers order=2,1,0", "resize-vocab 12", "upcycle 2 router=zeros"):
+        for edit in ("layers order=2,1,0", "upcycle 2 router=zeros"):
             with pytest.raises(FormatError, match="has only the number"):
                 rankless.edit(tmp_path / "a.pt", tmp_path / "out", [edit])
             assert not (tmp_path / "out").exists()
+        rankless.edit(tmp_path / "a.pt", tmp_path / "rows", ["resize-vocab 12"])
+        larger = Lm(12)
+        groups = [{"params": [parameter], "lr": 0.0} for parameter in larger.parameters()]
+        its_optimizer = torch.optim.SGD(groups)
+        rankless.load_checkpoint(tmp_path / "rows", model=larger, optimizer=its_optimizer)
+        assert [group["lr"] for group in its_optimizer.param_groups] == [n + 1.0 for n in range(len(groups))]
         rankless.load_checkpoint(tmp_path / "a.pt", model=Lm(), edit=["layers order=2,1,0"])
         with pytest.raises(FormatError, match="has only the number"):
             rankless.load_checkpoint(tmp_path / "a.pt", model=model, optimizer=optimizer, edit=["layers order=2,1,0"])

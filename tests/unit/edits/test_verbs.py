@@ -84,6 +84,14 @@ class TestResults:
             rankless.load_checkpoint(tmp_path / "run", model=Lm(12), edit=["resize-vocab 12"])
         assert not (tmp_path / "out").exists()
 
+    def test_are_never_links_of_corrupt_files(self, tmp_path: Path) -> None:
+        """The source is verified also if the output is not read back."""
+        save_training(tmp_path / "run", (1,))
+        flip_tensor_bit(tmp_path / "run/step_1/model/model.safetensors", "embed_tokens.weight")
+        with pytest.raises(rankless.CorruptCheckpointError, match=r"embed_tokens.weight.*corrupt"):
+            rankless.edit(tmp_path / "run", tmp_path / "out", ["freeze lm_head.bias"], verify=False)
+        assert not (tmp_path / "out").exists()
+
 
 class TestResizeVocab:
     def test_new_rows_of_a_model_in_lower_precision_are_those_of_its_master(self, tmp_path: Path) -> None:
@@ -208,6 +216,54 @@ class TestLayers:
             expected["text_config"] = {"num_hidden_layers": 2}
         assert changed == expected
 
+    @pytest.mark.parametrize("stack", ["thinker.model.layers", "thinker.visual.blocks"])
+    def test_parts_of_parts_follow(self, tmp_path: Path, source: Path, stack: str) -> None:
+        """As in Qwen-Omni."""
+        tensors = {f"{stack}.{n}.w": torch.ones(2) for n in range(3)} | {
+            "thinker.model.embed_tokens.weight": torch.ones(4, 2)
+        }
+        save_file(tensors, source / "model.safetensors", {"format": "pt"})
+        parts = {"text_config": {"num_hidden_layers": 3, "vocab_size": 4}, "vision_config": {"depth": 3}}
+        (source / "config.json").write_text(json.dumps({"thinker_config": parts}))
+        made = rankless.edit(source, tmp_path / "out", ["layers keep=0,2", "resize-vocab 6"], to="hf")
+        changed = json.loads((made / "config.json").read_text())["thinker_config"]
+        assert changed["text_config"] == {"num_hidden_layers": 2 if "model" in stack else 3, "vocab_size": 6}
+        assert changed["vision_config"] == {"depth": 2 if "visual" in stack else 3}
+
+    def test_an_empty_or_a_large_configuration_stays_small(self, tmp_path: Path, source: Path) -> None:
+        save_file({f"layers.{n}.w": torch.ones(2) for n in range(3)}, source / "model.safetensors", {"format": "pt"})
+        for number, inner in enumerate(
+            [b"", b'"n_layer": 3, "x": [' + b"[" * 200 + b",".join([b"[]"] * 50_000) + b"]" * 201]
+        ):
+            (source / "config.json").write_bytes(b"{" + inner + b"}")
+            made = rankless.edit(source, tmp_path / f"out{number}", ["layers keep=0"], to="hf")
+            assert len((made / "config.json").read_bytes()) < 2 * len(inner) + 100
+
+    def test_a_configuration_that_cannot_be_encoded_is_refused(
+        self, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Later versions of Python parse more than they encode."""
+        save_file({f"layers.{n}.w": torch.ones(2) for n in range(3)}, source / "model.safetensors", {"format": "pt"})
+        table: Any = [[]]
+        for _ in range(3000):
+            table = [table]
+        (source / "config.json").write_bytes(b'{"n_layer": 3}')
+        monkeypatch.setattr("rankless.edits.apply_edits._as_table", lambda _: {"n_layer": 3, "x": table})
+        with pytest.raises(InvalidArgumentError, match="nested too deeply"):
+            rankless.edit(source, tmp_path / "out", ["layers keep=0"], to="hf")
+        assert not (tmp_path / "out").exists()
+
+    def test_entries_of_each_layer_follow(self, tmp_path: Path, source: Path) -> None:
+        save_file({f"layers.{n}.w": torch.ones(2) for n in range(3)}, source / "model.safetensors", {"format": "pt"})
+        config = {"n_layer": 3, "cross_attention_layers": [1, 2], "layers_block_type": ["a", "b", "c"]}
+        (source / "config.json").write_text(json.dumps({**config, "first_k_dense_replace": 1}))
+        made = rankless.edit(source, tmp_path / "out", ["layers order=0,0,2"], to="hf")
+        expected = {"n_layer": 3, "cross_attention_layers": [2], "layers_block_type": ["a", "a", "c"]}
+        assert json.loads((made / "config.json").read_text()) == {**expected, "first_k_dense_replace": 2}
+        with pytest.raises(InvalidArgumentError, match="the first 1 layers are dense"):
+            rankless.edit(source, tmp_path / "out2", ["layers order=2,0"], to="hf")
+        assert not (tmp_path / "out2").exists()
+
     @pytest.mark.parametrize(
         ("content", "text"),
         [
@@ -271,6 +327,24 @@ class TestFreezing:
         assert len(scheduler.base_lrs) == 1
         assert state_of(model, optimizer)["embed_tokens.weight/exp_avg"].any()
 
+    def test_each_group_keeps_its_momentum_in_a_cycle(self, tmp_path: Path) -> None:
+        """The lists of the scheduler lose the entries of a group that leaves the optimizer, all of them."""
+        model = nn.Linear(2, 2)
+        groups = [{"params": [model.bias]}, {"params": [model.weight]}]
+        optimizer = torch.optim.SGD(groups, momentum=0.9)
+        cycle: dict[str, Any] = {"base_momentum": [0.1, 0.6], "max_momentum": [0.2, 0.9]}
+        scheduler = torch.optim.lr_scheduler.CyclicLR(optimizer, [0.1, 0.2], [0.3, 0.4], **cycle)
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        rankless.save_checkpoint(tmp_path / "run", "a", model, optimizer, scheduler)
+        its_optimizer = torch.optim.SGD([model.weight], momentum=0.9)
+        its_scheduler = torch.optim.lr_scheduler.CyclicLR(its_optimizer, 0.2, 0.4, base_momentum=0.6, max_momentum=0.9)
+        rankless.load_checkpoint(tmp_path / "run", None, model, its_optimizer, its_scheduler, edit=["freeze bias"])
+        scheduler.step()
+        its_scheduler.step()
+        assert its_optimizer.param_groups[0]["momentum"] == optimizer.param_groups[1]["momentum"]
+
     def test_a_further_name_of_a_tied_weight_means_the_weight(self, tmp_path: Path) -> None:
         save_training(tmp_path / "run", tied=True)
         rankless.edit(tmp_path / "run", tmp_path / "out", ["layers order=0", "freeze lm_head.weight"])
@@ -291,6 +365,15 @@ class TestFreezing:
         rankless.edit(run, tmp_path / "model", ["cast bfloat16"], model_only=True)
         with pytest.raises(InvalidArgumentError, match="has no states of an optimizer"):
             rankless.edit(tmp_path / "model", tmp_path / "out", ["freeze *"])
+
+    def test_a_matrix_does_not_get_the_states_that_adafactor_has_of_a_vector(self, tmp_path: Path) -> None:
+        model = Lm()
+        optimizer = torch.optim.Adafactor([model.lm_head.weight, model.lm_head.bias])
+        train_steps(model, optimizer, [1])
+        rankless.save_checkpoint(tmp_path / "run", "a", model=model, optimizer=optimizer)
+        with pytest.raises(InvalidArgumentError, match="is a matrix"):
+            rankless.edit(tmp_path / "run", tmp_path / "out", ["unfreeze embed_tokens.weight like=lm_head.bias"])
+        rankless.edit(tmp_path / "run", tmp_path / "out", ["unfreeze layers.0.norm.bias like=lm_head.bias"])
 
 
 class TestAverages:
