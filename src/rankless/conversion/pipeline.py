@@ -250,9 +250,7 @@ class Conversion:
             share = self._output.create(target, source.nbytes - equal, host_of)
             on_moved = self._progress_callback(share, verify=verify)
             converted = _ConvertedTensors(source, target, share, checksums)
-            # Of a file that an edit links, nothing is read to be written, and the source is always verified.
-            read = _verify_written if verify else _verify_linked if self._request.edit is not None else None
-            read_back = partial(read, share, converted, on_moved) if read is not None else None
+            read_back = partial(_verify_written, share, converted, on_moved) if verify else None
             self._output.write(converted, on_moved, read_back)
             if verify:
                 self._session.run_on_all("opening the output", lambda: self._output.check_valid(target))
@@ -270,7 +268,7 @@ class Conversion:
             notify_listener(self._on_event, event, self._request.final)
 
         written = count_bytes(share.file_ranges)
-        return ProgressCounter((2 * written if verify else written) + count_bytes(share.linked), report).add
+        return ProgressCounter(2 * written + count_bytes(share.linked) if verify else written, report).add
 
     def _open_source(self) -> tuple[ConversionSource, Path, list[int]]:
         """Open the source, and check that all ranks see the same. Also return the number of the host of each rank."""
@@ -364,10 +362,4 @@ def _verify_written(share: RankShare, converted: _ConvertedTensors, on_moved: On
             group, name = keys[number]
             files = ", ".join(sorted({str(layout.files[span.file]) for span in layout.tensors[keys[number]]}))
             raise CorruptCheckpointError(f"{group} tensor {name!r} in {files} is corrupt: it is not what was written")
-    _verify_linked(share, converted, on_moved)
-
-
-def _verify_linked(share: RankShare, converted: _ConvertedTensors, on_moved: OnBytesMoved) -> None:
-    """Raise ``CorruptCheckpointError`` if files that are links do not match the CRCs of the source."""
-    read = read_file_ranges(share.layout.files, share.linked, lambda _: NullSink(), on_moved)
-    converted.verify_linked(read)
+    converted.verify_linked(read_file_ranges(layout.files, share.linked, lambda _: NullSink(), on_moved))
