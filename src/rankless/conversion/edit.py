@@ -70,7 +70,8 @@ def edit(
         layout: as in :func:`rankless.convert`, for a source of NxD or Megatron.
         step: the training step of the output, if it is another one than the source's step.
         max_shard_size: the maximum bytes of tensors in one file, for formats with several files.
-        verify: read the output back. The source is always verified if its format has checksums.
+        verify: read the output back, and the files that it shares with the source. All other bytes of the source are
+            verified in any case if its format has checksums.
         on_event: is called with the progress: see :class:`rankless.Progress`.
         process_group: the ranks that share the work; ``"self"`` is this process alone.
         timeout: how many seconds ranks wait for each other before all of them fail.

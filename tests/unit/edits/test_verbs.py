@@ -84,6 +84,16 @@ class TestResults:
             rankless.load_checkpoint(tmp_path / "run", model=Lm(12), edit=["resize-vocab 12"])
         assert not (tmp_path / "out").exists()
 
+    @pytest.mark.parametrize("verify", [True, False])
+    def test_links_of_corrupt_files_are_found(self, tmp_path: Path, *, verify: bool) -> None:
+        """By the edit, or, if nothing is read back, by a load of the copy."""
+        save_training(tmp_path / "run", (1,))
+        flip_tensor_bit(tmp_path / "run/step_1/model/model.safetensors", "embed_tokens.weight")
+        with pytest.raises(rankless.CorruptCheckpointError, match=r"embed_tokens.weight.*corrupt"):
+            rankless.edit(tmp_path / "run", tmp_path / "out", ["freeze lm_head.bias"], verify=verify)
+            rankless.load_checkpoint(tmp_path / "out", model=Lm())
+        assert (tmp_path / "out").exists() != verify
+
 
 class TestResizeVocab:
     def test_new_rows_of_a_model_in_lower_precision_are_those_of_its_master(self, tmp_path: Path) -> None:
