@@ -33,6 +33,10 @@ _NUMBERS = ("mlp_only_layers", "full_attn_idxs", "cross_attention_layers", "attn
 _DENSE = "first_k_dense_replace"
 
 
+#: The entry with the number of layers for multi-token prediction, which DeepSeek-V3 stores behind the others.
+_FURTHER = "num_nextn_predict_layers"
+
+
 class Layers(msgspec.Struct, frozen=True, tag_field="verb", tag="layers", forbid_unknown_fields=True):
     """Build the stack of layers anew from its own layers: name those to keep, to drop, or the whole order.
 
@@ -155,6 +159,12 @@ def _change_config(config: dict[str, Any], order: Sequence[int], count: int, sta
             return {**config, key: _change_config(part, order, count, stack)}
     parts = [config[key] for key in own] or [*iterate_parts(config)]
     counts = [entry for part in parts for entry in _counts_of(part, stack).items()]
+    further = sum(part[_FURTHER] for part in parts if type(part.get(_FURTHER)) is int)
+    if further > 0 and count in {value + further for _, value in counts}:
+        raise InvalidArgumentError(
+            f"layers: the last {further} of the {count} layers in {stack} predict further tokens ({_FURTHER} in "
+            "config.json), and are no part of the stack: save the model without them, and set the entry to 0, first"
+        )
     if counts and count not in (value for _, value in counts):
         listed = ", ".join(f"{key} {value}" for key, value in counts)
         raise InvalidArgumentError(

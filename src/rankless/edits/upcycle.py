@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rankless.edits.catalog import Catalog, Change, Parameter, is_one_value, map_parameters
+from rankless.edits.config_dtypes import text_parts
 from rankless.edits.formulas import NormalRows, RowRange, Rows, Zeros
 from rankless.edits.freeze import add_trained
 from rankless.edits.row_rules import RowRule, parse_rule
@@ -144,6 +145,12 @@ class Upcycle(msgspec.Struct, frozen=True, tag_field="verb", tag="upcycle", forb
         return added.with_changes([], [router for pairs in siblings.values() for router, _ in pairs])
 
     def _change_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the configuration of the new architecture. Raises ``InvalidArgumentError`` for parts of a model."""
+        if self.style in {"mixtral", "qwen3-moe"} and (parts := text_parts(config)):
+            raise InvalidArgumentError(
+                f"upcycle: style={self.style!r} makes a whole model of this architecture, and config.json describes "
+                f"several parts ({', '.join(parts)}): use style='experts', and change config.json yourself"
+            )
         if self.style == "mixtral":
             changed = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
             return {**config, **changed, "num_local_experts": self.experts, "num_experts_per_tok": self.per_token}
@@ -151,11 +158,12 @@ class Upcycle(msgspec.Struct, frozen=True, tag_field="verb", tag="upcycle", forb
             moe: dict[str, Any] = {
                 "model_type": "qwen3_moe",
                 "architectures": ["Qwen3MoeForCausalLM"],
-                "moe_intermediate_size": config.get("intermediate_size"),
                 "decoder_sparse_step": 1,
                 "norm_topk_prob": True,
                 "mlp_only_layers": [],
             }
+            if "intermediate_size" in config:
+                moe["moe_intermediate_size"] = config["intermediate_size"]
             return {**config, **moe, "num_experts": self.experts, "num_experts_per_tok": self.per_token}
         return config
 

@@ -399,3 +399,29 @@ def test_a_step_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
     rankless.save_checkpoint(tmp_path / "run", "a", Lm())
     with pytest.raises(InvalidArgumentError, match="step must be at most"):
         rankless.edit(tmp_path / "run", tmp_path / "out", ["cast bfloat16"], step=2**70)
+
+
+class TestConfigurations:
+    def write(self, folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    def test_layers_that_predict_further_tokens_are_named(self, tmp_path: Path) -> None:
+        tensors = {f"model.layers.{n}.w": torch.ones(2) for n in range(4)}
+        source = self.write(tmp_path / "a", tensors, {"num_hidden_layers": 3, "num_nextn_predict_layers": 1})
+        with pytest.raises(InvalidArgumentError, match="the last 1 of the 4 layers in model"):
+            rankless.edit(source, tmp_path / "out", ["layers drop=0"], to="hf")
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("style", ["mixtral", "qwen3-moe"])
+    def test_an_architecture_is_not_given_to_a_part_of_a_model(self, tmp_path: Path, style: str) -> None:
+        parts = {"gate_proj": (6, 4), "up_proj": (6, 4), "down_proj": (4, 6)}
+        tensors = {f"model.layers.0.mlp.{part}.weight": torch.ones(shape) for part, shape in parts.items()}
+        source = self.write(tmp_path / "a", tensors, {"text_config": {"intermediate_size": 6}})
+        with pytest.raises(InvalidArgumentError, match=r"describes several parts \(text_config\)"):
+            rankless.edit(source, tmp_path / "out", [f"upcycle 2 style={style}"], to="hf")
+        whole = self.write(tmp_path / "b", tensors, {"hidden_size": 4})
+        made = rankless.edit(whole, tmp_path / "made", [f"upcycle 2 style={style}"], to="hf")
+        assert None not in json.loads((made / "config.json").read_text()).values()
