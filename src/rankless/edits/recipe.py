@@ -55,6 +55,8 @@ _FIRST = {
 
 def parse_recipe(edit: Edit) -> tuple[Verb, ...]:
     """Return the verbs of an edit. Raises ``InvalidArgumentError``, which names the verb and the argument."""
+    if isinstance(edit, str) and " " in edit and edit.partition(" ")[0] in VERBS:
+        raise InvalidArgumentError(f"a text is the path of a recipe: pass verbs as a list, [{edit!r}]")
     if isinstance(edit, str | PathLike):
         verbs = _parse_file(Path(fspath(edit)))
     elif isinstance(edit, Sequence):

@@ -401,6 +401,12 @@ def test_a_step_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
         rankless.edit(tmp_path / "run", tmp_path / "out", ["cast bfloat16"], step=2**70)
 
 
+def test_a_verb_that_is_no_list_is_named(tmp_path: Path) -> None:
+    rankless.save_checkpoint(tmp_path / "run", "x", Lm())
+    with pytest.raises(InvalidArgumentError, match=r"pass verbs as a list, \['resize-vocab 12'\]"):
+        rankless.edit(tmp_path / "run", tmp_path / "out", "resize-vocab 12")
+
+
 class TestConfigurations:
     def write(self, folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
         folder.mkdir()
