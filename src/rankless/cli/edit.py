@@ -70,13 +70,12 @@ def edit(  # noqa: PLR0917 - the options of a command
         raise InvalidArgumentError("pass one of --output PATH and --dry-run, which only shows what would change")
     chosen: str | list[str] = recipe or edits or []
     source, keys = resolve_path(checkpoint, tag), parse_keys(key)
+    options: dict[str, Any] = {"to": to, "model_only": model_only, "keys": keys, "layout": layout}
     if output is None:
-        its_model_only = model_only or to in {"hf", "safetensors"}
-        report = _explain(source, chosen, {"keys": keys, "layout": layout, "model_only": its_model_only})
-        _print_report(report, as_json=as_json)
+        _print_report(_explain(source, chosen, options), as_json=as_json)
         return
-    options: dict[str, Any] = {"to": to, "model_only": model_only, "keys": keys, "layout": layout, "step": step}
-    _write(source, parse_location(output), chosen, {**options, "max_shard_size": max_shard_size, "verify": verify})
+    options |= {"step": step, "max_shard_size": max_shard_size, "verify": verify}
+    _write(source, parse_location(output), chosen, options)
     print_result(parse_location(output), to, as_json=as_json)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 
-from rankless.edits.config_dtypes import MAX_INDENTED, replace_dtypes
+from rankless.edits.config_parts import encode_config, replace_dtypes
 
 
 def set_config_dtype(config: bytes, dtype: str) -> bytes:
@@ -20,8 +20,6 @@ def set_config_dtype(config: bytes, dtype: str) -> bytes:
     parts of the model (``text_config``) name one, too. Bytes that are not JSON are returned as they are.
     """
     try:
-        content = replace_dtypes(json.loads(config), dtype)
-        indent = 2 if len(config) <= MAX_INDENTED else None
-        return json.dumps(content, indent=indent, sort_keys=True).encode() + b"\n"
+        return encode_config(replace_dtypes(json.loads(config), dtype), len(config))
     except (ValueError, RecursionError):
         return config

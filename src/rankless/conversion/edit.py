@@ -92,14 +92,12 @@ def edit(
         verbs = parse_recipe(edits)
         if to in {NXD, "peft"}:
             raise InvalidArgumentError(f"an edit cannot be written as {to!r}: write 'native', and convert that")
-        model_only = model_only or to in _MODEL_ONLY
-        adapters = WITH_ADAPTERS if to == "native" else NO_ADAPTERS
         request = ConversionRequest(
             parse_location(path),
             parse_location(output),
             to,
-            TensorFilter(model_only=model_only, adapters=adapters),
-            {**(keys or {}), **({LAYOUT: str(layout)} if layout is not None else {})},
+            _make_filter(to, model_only=model_only),
+            _with_layout(keys, layout),
             parse_size(max_shard_size),
             step=None if step is None else check_integer("step", step, smallest=0),
             edit=ReaderEdit(verbs, is_repeated=True),
@@ -113,18 +111,27 @@ def edit(
 def explain_edit(
     path: Path,
     edits: Edit,
-    keys: Mapping[str, str] | None = None,
     *,
-    layout: str | PathLike[str] | None = None,
+    to: str = "native",
     model_only: bool = False,
+    keys: Mapping[str, str] | None = None,
+    layout: str | PathLike[str] | None = None,
 ) -> EditReport:
     """Return the changes that an edit would make. Nothing is written. ``rankless edit --dry-run`` prints it.
 
     Raises the error of the edit if it is refused: of states that cannot follow, and of values.
     """
-    its_keys = {**(keys or {}), **({LAYOUT: str(layout)} if layout is not None else {})}
-    reader, report = edit_reader(open_latest(path, its_keys), parse_recipe(edits))
-    tensor_filter = TensorFilter(model_only=model_only, adapters=WITH_ADAPTERS)
+    reader, report = edit_reader(open_latest(path, _with_layout(keys, layout)), parse_recipe(edits))
+    tensor_filter = _make_filter(to, model_only=model_only)
     tensor_filter.select_tensors(reader)
     carry_values(reader, tensor_filter)
     return report
+
+
+def _make_filter(to: str, *, model_only: bool) -> TensorFilter:
+    adapters = WITH_ADAPTERS if to == "native" else NO_ADAPTERS
+    return TensorFilter(model_only=model_only or to in _MODEL_ONLY, adapters=adapters)
+
+
+def _with_layout(keys: Mapping[str, str] | None, layout: str | PathLike[str] | None) -> dict[str, str]:
+    return {**(keys or {}), **({LAYOUT: str(layout)} if layout is not None else {})}

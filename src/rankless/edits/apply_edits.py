@@ -19,7 +19,7 @@ from rankless.edits.average import Average
 from rankless.edits.bound_states import apply_to_named, find_bound_states
 from rankless.edits.catalog import Catalog
 from rankless.edits.companions import check_tokenizer, read_config
-from rankless.edits.config_dtypes import MAX_INDENTED, encode_config
+from rankless.edits.config_parts import encode_config
 from rankless.edits.formulas import StoredFormula
 from rankless.edits.group_totals import describe_groups
 from rankless.edits.recipe import Verb, encode_recipe
@@ -76,7 +76,7 @@ def edit_reader(reader: Reader, verbs: Sequence[Verb]) -> tuple[EditedReader, Ed
         check_tokenizer(reader, catalog.rows)
     _check_names(catalog)
     if raw_config is not None and catalog.config_changes:
-        _check_config(config, catalog)
+        _check_config(config, catalog, len(raw_config))
     record = EditRecord([_identify(opened) for opened in readers], encode_recipe(verbs))
     changers = _join_changes(catalog), _config_changer(catalog)
     content = EditedContent(catalog.tensors, catalog.tied, *changers, record, catalog.reconstructed, catalog.unread)
@@ -151,10 +151,14 @@ def _check_names(catalog: Catalog) -> None:
             raise InvalidArgumentError(f"the edit leaves no tensor of {group} of {catalog.label}")
 
 
-def _check_config(config: Mapping[str, Any] | None, catalog: Catalog) -> None:
-    """Raise ``InvalidArgumentError`` if the configuration cannot follow an edit that changes it."""
-    problem = "no JSON object" if config is None else "nested too deeply"
-    if config is None or encode_config(catalog.config) is None:
+def _check_config(config: Mapping[str, Any] | None, catalog: Catalog, nbytes: int) -> None:
+    """Raise ``InvalidArgumentError`` if the configuration, of ``nbytes``, cannot follow an edit that changes it."""
+    problem = "no JSON object" if config is None else ""
+    try:
+        encode_config(catalog.config, nbytes)
+    except RecursionError:
+        problem = "nested too deeply"
+    if problem:
         raise InvalidArgumentError(
             f"{CONFIG} next to {catalog.label} must follow the edit, and is {problem}: correct it, or remove it"
         )
@@ -185,7 +189,6 @@ def _config_changer(catalog: Catalog) -> Callable[[bytes], bytes]:
             return raw
         for change in catalog.config_changes:
             table = change(table)
-        encoded = encode_config(table, indent=2 if len(raw) <= MAX_INDENTED else None)
-        return raw if encoded is None else encoded  # the edit has checked that it is not nested too deeply
+        return encode_config(table, len(raw))
 
     return change_config

@@ -29,8 +29,8 @@ from rankless.ondisk.value_files import BY_NUMBER
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
-class Verb(Protocol):
-    """A verb of an edit."""
+class _OneCheckpointVerb(Protocol):
+    """A verb of an edit that reads one checkpoint: all but an average."""
 
     def apply(self, catalog: Catalog) -> Catalog:
         """Return the catalog after the verb."""
@@ -76,7 +76,7 @@ def find_bound_states(reader: Reader, catalog: Catalog) -> BoundStates:
     )
 
 
-def apply_to_named(verb: Verb, catalog: Catalog, bound: BoundStates) -> Catalog:
+def apply_to_named(verb: _OneCheckpointVerb, catalog: Catalog, bound: BoundStates) -> Catalog:
     """Return the catalog after a verb is applied, which does not see states that cannot follow."""
     is_in_place = isinstance(verb, IN_PLACE)
     hidden = bound.numbered if is_in_place else bound.numbered | bound.flat

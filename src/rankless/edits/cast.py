@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from rankless.edits import formulas
 from rankless.edits.catalog import Catalog, Change, Parameter, keep_name, map_parameters
-from rankless.edits.config_dtypes import set_dtype
+from rankless.edits.config_parts import set_dtype
 from rankless.errors import InvalidArgumentError
 from rankless.ondisk.dtypes import BY_TORCH_NAME, TORCH_NAMES, UNSCALED_FLOATS
 

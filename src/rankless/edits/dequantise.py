@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from rankless.edits.cast import parse_dtype
 from rankless.edits.catalog import MODEL, Catalog, Change, Parameter, map_parameters
-from rankless.edits.config_dtypes import set_dtype
+from rankless.edits.config_parts import set_dtype
 from rankless.edits.quantized_formulas import MicroScaled, Scaled
 from rankless.edits.row_rules import describe_size
 from rankless.errors import InvalidArgumentError, UnsupportedTensorError

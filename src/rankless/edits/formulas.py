@@ -252,19 +252,14 @@ class AverageFormula(msgspec.Struct, frozen=True):
         width = dtype_width(self.info.dtype)
         for at in range(0, len(into), _PIECE * width):
             piece = into[at : at + _PIECE * width]
-            raws = np.empty((len(self.of), len(piece)), np.uint8)
-            for tensor, raw in zip(self.of, raws, strict=True):
+            total, raw = np.zeros(len(piece) // width, np.float64), np.empty(len(piece), np.uint8)
+            for tensor in self.of:
                 tensor.fill(start + at, raw, read)
-            for first in range(0, len(piece), _CACHED_PIECE * width):
-                part = slice(first, first + _CACHED_PIECE * width)
-                self._average(raws[:, part], piece[part])
-
-    def _average(self, raws: npt.NDArray[np.uint8], into: Bytes) -> None:
-        total = np.zeros(len(into) // dtype_width(self.info.dtype), np.float64)
-        for tensor, raw in zip(self.of, raws, strict=True):
-            total += as_array(raw, tensor.info.dtype)  # exact in float64
-        total /= len(self.of)
-        cast_elements(total.view(np.uint8), "F64", self.info.dtype, into)
+                for first in range(0, len(total), _CACHED_PIECE):
+                    part = raw[first * width : (first + _CACHED_PIECE) * width]
+                    total[first : first + _CACHED_PIECE] += as_array(part, tensor.info.dtype)  # exact in float64
+            total /= len(self.of)
+            cast_elements(total.view(np.uint8), "F64", self.info.dtype, piece)
 
 
 class CastFormula(msgspec.Struct, frozen=True):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from rankless.edits.catalog import MODEL, Catalog, Change, Parameter, map_parameters
-from rankless.edits.config_dtypes import change_parts, iterate_parts, text_parts
+from rankless.edits.config_layers import change_layers
 from rankless.errors import InvalidArgumentError
 
 #: The most layers of a model after an edit.
@@ -18,23 +17,6 @@ _MOST_LAYERS = 10_000
 
 #: A number among the parts of a name.
 _NUMBER = re.compile(r"(?:^|\.)(\d{1,9})(?=\.)")
-
-#: Entries of ``config.json`` with the number of layers.
-_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
-
-#: Entries of ``config.json`` that only models with an encoder and a decoder have.
-_TWO_STACKS = {"num_decoder_layers", "decoder_layers"}
-
-#: Entries of ``config.json`` with a list that has an element for each layer, and entries with numbers of layers.
-_LISTS = ("layer_types", "no_rope_layers", "attention_layers", "layers_block_type", "moe_layer_freq", "mlp_layer_types")
-_NUMBERS = ("mlp_only_layers", "full_attn_idxs", "cross_attention_layers", "attn_layer_indices")
-
-#: The entry of ``config.json`` with the number of the first layers, which are dense, before those with experts.
-_DENSE = "first_k_dense_replace"
-
-
-#: The entry with the number of layers for multi-token prediction, which DeepSeek-V3 stores behind the others.
-_FURTHER = "num_nextn_predict_layers"
 
 
 class Layers(msgspec.Struct, frozen=True, tag_field="verb", tag="layers", forbid_unknown_fields=True):
@@ -72,7 +54,7 @@ class Layers(msgspec.Struct, frozen=True, tag_field="verb", tag="layers", forbid
 
         text = f"{stack}: the layers {', '.join(map(str, order))} of {count}"
         moved = map_parameters(catalog, move, rename).with_changes([Change("model", text)])
-        return moved.with_config(lambda config: _change_config(config, order, count, stack))
+        return moved.with_config(lambda config: change_layers(config, order, count, stack))
 
     def _order(self, count: int) -> list[int]:
         """Return the old number of each new layer. ``count``: how many there are."""
@@ -145,77 +127,3 @@ def _pattern_of(stack: str) -> re.Pattern[str]:
     """
     before = rf"(?:.*?\.)??{re.escape(stack)}\." if stack else r"(?:module\.)?"
     return re.compile(rf"({before})(\d{{1,9}})(\..*)")
-
-
-def _change_config(config: dict[str, Any], order: Sequence[int], count: int, stack: str) -> dict[str, Any]:
-    """Return the configuration with the new layers, in the part that describes the stack.
-
-    For example ``model.vision_tower.encoder.layers`` changes ``vision_config`` alone, and ``model.layers`` the entries
-    of the whole model and of its text. Raises ``InvalidArgumentError`` if that part has another number of layers.
-    """
-    own = _own_parts(config, stack)
-    for key, part in text_parts(config).items():
-        if not own and any(_own_parts(inner, stack) for inner in iterate_parts(part)):
-            return {**config, key: _change_config(part, order, count, stack)}
-    parts = [config[key] for key in own] or [*iterate_parts(config)]
-    counts = [entry for part in parts for entry in _counts_of(part, stack).items()]
-    further = sum(part[_FURTHER] for part in parts if type(part.get(_FURTHER)) is int)
-    if further > 0 and count in {value + further for _, value in counts}:
-        raise InvalidArgumentError(
-            f"layers: the last {further} of the {count} layers in {stack} predict further tokens ({_FURTHER} in "
-            "config.json), and are no part of the stack: save the model without them, and set the entry to 0, first"
-        )
-    if counts and count not in (value for _, value in counts):
-        listed = ", ".join(f"{key} {value}" for key, value in counts)
-        raise InvalidArgumentError(
-            f"layers: {stack} has {count} layers, and config.json has {listed}: correct config.json first"
-        )
-    if own:
-        return {**config, **{key: _change_part(config[key], order, count, stack) for key in own}}
-    return change_parts(config, lambda part: _change_part(part, order, count, stack))
-
-
-def _own_parts(config: Mapping[str, Any], stack: str) -> list[str]:
-    """Return the entries of a configuration that describe a stack of another kind than text, such as of vision."""
-    words, text = stack.replace("visual", "vision"), text_parts(config)
-    described = [key for key, part in config.items() if isinstance(part, dict) and _counts_of(part, stack)]
-    return [key for key in described if key not in text and key.removesuffix("_config") in words]
-
-
-def _counts_of(config: Mapping[str, Any], stack: str) -> dict[str, int]:
-    return {key: config[key] for key in _count_keys(config, stack) if type(config.get(key)) is int}
-
-
-def _change_part(config: dict[str, Any], order: Sequence[int], count: int, stack: str) -> dict[str, Any]:
-    found = _counts_of(config, stack)
-    changed: dict[str, Any] = {key: len(order) for key, value in found.items() if value == count}
-    for key in _LISTS:
-        if isinstance(config.get(key), list) and len(config[key]) == count:
-            changed[key] = [config[key][old] for old in order]
-    for key in _NUMBERS:
-        if isinstance(config.get(key), list):
-            changed[key] = [new for new, old in enumerate(order) if old in config[key]]
-    if changed.keys() & found.keys() and type(config.get(_DENSE)) is int:
-        changed[_DENSE] = _count_dense(order, config[_DENSE])
-    return {**config, **changed}
-
-
-def _count_dense(order: Sequence[int], first: int) -> int:
-    """Return how many of the new layers are dense. Raises ``InvalidArgumentError`` if they are not the first ones."""
-    are_dense = [old < first for old in order]
-    if not all(are_dense[: sum(are_dense)]):
-        raise InvalidArgumentError(
-            f"layers: the first {first} layers are dense ({_DENSE} in config.json), and must stay before the others"
-        )
-    return sum(are_dense)
-
-
-def _count_keys(config: Mapping[str, Any], stack: str) -> Sequence[str]:
-    """Return the entries with the number of layers of a stack. Models with two stacks have one for each."""
-    if not _TWO_STACKS & config.keys():
-        return _COUNTS
-    if "decoder" in stack:
-        return ("num_decoder_layers", "decoder_layers")
-    if "encoder" in stack:
-        return ("encoder_layers", "num_layers", "num_hidden_layers")
-    raise InvalidArgumentError(f"layers: the model has an encoder and a decoder: pass stack= with one, not {stack!r}")

@@ -18,7 +18,7 @@ from rankless.edits.catalog import (
     keep_name,
     map_parameters,
 )
-from rankless.edits.config_dtypes import change_parts
+from rankless.edits.config_parts import change_parts
 from rankless.edits.formulas import RowRange, Zeros, cast, join_rows, with_rows
 from rankless.edits.row_rules import RowRule, describe_size, parse_rule
 from rankless.errors import InvalidArgumentError

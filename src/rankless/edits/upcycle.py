@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rankless.edits.catalog import Catalog, Change, Parameter, is_one_value, map_parameters
-from rankless.edits.config_dtypes import text_parts
+from rankless.edits.config_parts import text_parts
 from rankless.edits.formulas import NormalRows, RowRange, Rows, Zeros
 from rankless.edits.freeze import add_trained
 from rankless.edits.row_rules import RowRule, parse_rule

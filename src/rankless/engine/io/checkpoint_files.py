@@ -67,20 +67,20 @@ class CheckpointFiles(msgspec.Struct, frozen=True):
 
         Rank 0 calls it in its decision in the vote on the preparation: all ranks write into the files afterwards.
         """
-        numbers = [number for number in range(len(self.plan.files)) if number not in existing]
-        for name in _one_of_each_folder(self.plan.files[number].path for number in numbers):
-            posix.make_parents(self.folder, name)
-        for number in numbers:
-            posix.allocate_space(self.folder / self.plan.files[number].path, self.plan.files[number].size)
+        self._create([file for number, file in enumerate(self.plan.files) if number not in existing])
 
     def create_file(self, number: int) -> None:
         """Create one data file with its final size.
 
         An incremental save also calls it on rank 0 for a file that it cannot share after all.
         """
-        file = self.plan.files[number]
-        posix.make_parents(self.folder, file.path)
-        posix.allocate_space(self.folder / file.path, file.size)
+        self._create([self.plan.files[number]])
+
+    def _create(self, files: Sequence[DataFile]) -> None:
+        for name in _one_of_each_folder(file.path for file in files):
+            posix.make_parents(self.folder, name)
+        for file in files:
+            posix.allocate_space(self.folder / file.path, file.size)
 
     @traced("write the headers and the manifest", "commit")
     def finalize(

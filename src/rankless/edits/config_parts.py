@@ -21,7 +21,7 @@ _TEXT_PARTS = ("text_config", "decoder", "thinker_config", "llm_config", "langua
 _MAX_DEPTH = 8
 
 #: The largest size in bytes of a file that is indented: indented lists inside of lists take very much space.
-MAX_INDENTED = 64 * 2**10
+_MAX_INDENTED = 64 * 2**10
 
 
 def set_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -30,12 +30,13 @@ def set_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     return changed
 
 
-def encode_config(config: Mapping[str, Any], indent: int | None = 2) -> bytes | None:
-    """Return the bytes of a configuration; ``None`` if it is nested so deeply that Python cannot encode it."""
-    try:
-        return json.dumps(config, indent=indent, sort_keys=True).encode() + b"\n"
-    except RecursionError:  # the parser of Python 3.12 takes more
-        return None
+def encode_config(config: Any, nbytes: int) -> bytes:
+    """Return the bytes of a configuration that had ``nbytes`` before.
+
+    Raises ``RecursionError`` if it is nested too deeply: the parser of Python 3.12 takes more than the encoder.
+    """
+    indent = 2 if nbytes <= _MAX_INDENTED else None
+    return json.dumps(config, indent=indent, sort_keys=True).encode() + b"\n"
 
 
 def change_parts(
