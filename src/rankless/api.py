@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from rankless.engine.comm.collective_call import collective_call
 from rankless.engine.comm.process_group_argument import ProcessGroupArgument
-from rankless.load.restore_result import RestoreResult
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
 from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.retention import Retention
@@ -22,9 +21,11 @@ from rankless.save.background import background_saves
 from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
 from rankless.save.job_memory import JobMemory
-from rankless.save.metrics import read_metrics
 from rankless.storage.location import parse_location
 from rankless.tier.tier_options import LocalTier, as_local_tier
+
+if TYPE_CHECKING:
+    from rankless.load.restore_result import RestoreResult  # a job that only saves needs no code of loads
 
 #: The settings of a default run directory: path, timeout in seconds, process group, local tier.
 _Settings = tuple[Path, float, ProcessGroupArgument, LocalTier | None]
@@ -282,4 +283,6 @@ def add_metrics(path: str | PathLike[str], tag: TagArgument, metrics: Mapping[st
         InvalidArgumentError: A metric is no number, or the save has stored a metric of this name.
         StorageError: The file system reported an error.
     """
+    from rankless.save.metrics import read_metrics  # noqa: PLC0415 - saves and loads do not need it here
+
     return give_metrics(parse_location(path), check_tag_argument(tag), read_metrics(metrics))

@@ -28,7 +28,6 @@ from rankless.engine.comm.process_group_argument import (
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError, RanklessError, StorageError
-from rankless.load.restore_result import RestoreResult
 from rankless.observe.events import OnEvent, ignore_event
 from rankless.observe.reporter import with_progress_bar
 from rankless.observe.spans import span, traced
@@ -46,10 +45,6 @@ from rankless.save.base_checkpoint import BaseCheckpoint, KnownRun, loaded_base
 from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
 from rankless.save.job_memory import JobMemory
-from rankless.save.metrics import copy_metrics
-from rankless.save.save_operation import Content
-from rankless.save.save_request import SaveRequest
-from rankless.save.training_content import SavePlanCache, TrainingContent
 from rankless.state.training import TrainingObjects
 from rankless.storage.location import parse_location
 from rankless.storage.store import store_of
@@ -63,7 +58,11 @@ _log = logging.getLogger("rankless")
 if TYPE_CHECKING:
     from rankless.formats.reader import Reader
     from rankless.load.load_request import LoadRequest
+    from rankless.load.restore_result import RestoreResult
     from rankless.load.tier_load import TierLoad
+    from rankless.save.save_operation import Content
+    from rankless.save.save_request import SaveRequest
+    from rankless.save.training_content import SavePlanCache, TrainingContent
     from rankless.tier.job import TierJob
 
 #: The most characters of the name of replica groups.
@@ -128,7 +127,8 @@ class RunDirectory:
         #: The retention policy of the newest save, which may be drained later.
         self._newest_keep = self._keep
         self._process_group, self._timeout = check_process_group(process_group), check_timeout(timeout)
-        self._plans = SavePlanCache()
+        #: The plan of the newest save, if there was one with these ranks.
+        self._plans: SavePlanCache | None = None
         #: Whether the newest save asked for statistics: a later drain of it lets them be computed.
         self._measures_newest = False
         self._ranks: RankGroup | None = None
@@ -231,6 +231,10 @@ class RunDirectory:
         with collective_call(self._process_group, self._timeout):
             began = time.perf_counter()
             chosen = with_keywords(self.options, options, more, RunDirectory.save)
+            # Imported here, as a job that only loads needs no code of saves.
+            from rankless.save.metrics import copy_metrics  # noqa: PLC0415
+            from rankless.save.save_request import SaveRequest  # noqa: PLC0415
+
             training = TrainingObjects(
                 model,
                 optimizer,
@@ -281,9 +285,11 @@ class RunDirectory:
         return keep_statistics(on_event)
 
     def _run_save(self, request: SaveRequest) -> SaveHandle[CheckpointInfo]:
+        from rankless.save.run_save import run_save  # noqa: PLC0415 - as above
+
         training, content = self._make_content(request)
         try:
-            return background_saves.run_save(content, self.path, self._process_group, asynchronous=request.async_save)
+            return run_save(content, self.path, self._process_group, asynchronous=request.async_save)
         finally:
             if (identity := training.identity).run:
                 newest = identity.id, request.tag
@@ -292,9 +298,12 @@ class RunDirectory:
     @traced("begin the save", "import")
     def _make_content(self, request: SaveRequest) -> tuple[TrainingContent, Content[CheckpointInfo]]:
         """Return the content to save, and the same with the local tier in between, if there is one."""
+        from rankless.save.training_content import SavePlanCache, TrainingContent  # noqa: PLC0415 - as above
+
         tier, local, ranks = self._tier, self._local, self._current_ranks()
         if tier is not None and local is not None:
             request = replace(request, known_tags=tier.known_tags, local=local.describe())
+        self._plans = self._plans or SavePlanCache()
         training = TrainingContent(request, ranks, self._plans, self._known, self._timeout)
         if tier is None or local is None:
             return training, training
@@ -467,13 +476,14 @@ class RunDirectory:
         ``on_failure`` is the tier's by default.
         """
         from rankless.save.generation_content import DrainOptions, GenerationContent  # noqa: PLC0415 - as above
+        from rankless.save.run_save import run_save  # noqa: PLC0415 - as above
 
         if tier.assembly is None or self._local is None:
             return
         options = DrainOptions(on_failure or self._local.on_failure, keep, on_event)
         content = GenerationContent(self._current_ranks(), self._timeout, tier.tier, tier.assembly, options)
         with background_saves.path_turn(self.path, self._process_group, raises_failures=False):
-            background_saves.run_save(content, self.path, self._process_group, asynchronous=True)
+            run_save(content, self.path, self._process_group, asynchronous=True)
 
     def warn_of_unread_tiers(self) -> None:
         """Warn on the coordinator if jobs have used a local tier of this directory, and this one does not.
@@ -582,7 +592,7 @@ class RunDirectory:
     def _current_ranks(self) -> RankGroup:
         if self._ranks is None or self._ranks.process_group is not current_process_group(self._process_group):
             self._ranks = RankGroup(self._process_group)
-            self._plans = SavePlanCache()  # a plan is for one rank, and the rank may have changed
+            self._plans = None  # a plan is for one rank, and the rank may have changed
         return self._ranks
 
     def __enter__(self) -> Self:

@@ -294,7 +294,7 @@ def test_a_save_that_fails_early_leaves_no_folder_and_no_open_file(tmp_path: Pat
     for where in ("rankless.engine.io.checkpoint_files.posix.allocate_space", write_files):
         with mock.patch(where, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             save_step(tmp_path, 2)
-    for where in ("rankless.save.background.threading.Thread.start", "rankless.save.shard_writer.stage_tensors"):
+    for where in ("rankless.save.run_save.threading.Thread.start", "rankless.save.shard_writer.stage_tensors"):
         with mock.patch(where, side_effect=RuntimeError("can't start new thread")), pytest.raises(RuntimeError):
             save_step(tmp_path, 2, async_save=True)
     assert descriptors() == before

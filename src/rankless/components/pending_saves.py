@@ -22,6 +22,7 @@ from rankless.engine.comm.session import RankGroup
 from rankless.observe.spans import span
 from rankless.save.background import background_saves
 from rankless.save.handle import SaveHandle
+from rankless.save.run_save import run_save
 
 
 class PendingSaves:
@@ -39,7 +40,7 @@ class PendingSaves:
         with span("save", "call", path.name), background_saves.path_turn(path, group):
             open_output = partial(open_component_output, destination)
             content = ComponentContent(request, self.rank_group(group), timeout, open_output)
-            return background_saves.run_save(content, path, group, asynchronous=request.async_save)
+            return run_save(content, path, group, asynchronous=request.async_save)
 
     def rank_group(self, process_group: ProcessGroupArgument) -> RankGroup:
         """Return the ranks of a process group: the previous object if it is the same group."""

@@ -15,7 +15,6 @@ import msgspec
 
 from rankless.engine.comm.session import RankGroup, Session
 from rankless.engine.io.device_streams import CopyStream, begin_copies
-from rankless.engine.io.p2p import P2PExchange
 from rankless.engine.io.read import read_file_ranges, read_host_shared
 from rankless.engine.io.read_shared import read_shared, read_stripes
 from rankless.engine.io.requests import Fragments, OnBytesMoved
@@ -219,6 +218,8 @@ class Reads(msgspec.Struct, frozen=True, dict=True):
         read_options: dict[str, Any] = {"on_moved": moves.on_moved, "make_readers": moves.make_readers}
         own_options = {**read_options, "streams": moves.streams}
         if self.exchange:
+            from rankless.engine.io.p2p import P2PExchange  # noqa: PLC0415 - a load of one rank sends nothing
+
             with P2PExchange(ranks.gloo_group(session.timeout), session) as p2p:
                 fragments = read_shared(self.files, self.plan.exchanged, sink_of, p2p, **read_options)
         fragments |= read_stripes(self.files, self.plan.local_stripes, ranks.rank, sink_of, **read_options)

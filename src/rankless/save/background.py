@@ -6,10 +6,9 @@ caller saves with, so one object owns them all.
 
 A forked process has no background saves: the threads that save stay in its parent process.
 
-:class:`~rankless.run_directory.RunDirectory`, saves of one component and offline drains run their saves here, each rank
-for itself: no method waits for another rank, but a save that it runs holds votes. All ranks must start saves in the
-same order, because they meet by number. The tensors that a save has staged must be copied before the guard lets a step
-go on.
+:func:`~rankless.save.run_save.run_save` lists a save here before its thread starts. Callers of saves and loads wait for
+them here, each rank for itself: no method waits for another rank. All ranks must start saves in the same order, because
+they meet by number. The tensors that a save has staged must be copied before the guard lets a step go on.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import logging
 import os
 import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -35,20 +33,14 @@ from rankless.engine.io.staging_memory import Arena, StagingMemory
 from rankless.errors import RankTimeoutError
 from rankless.observe.spans import span, tracer
 from rankless.process.exit_order import ExitStage, call_at_exit
-from rankless.process.gc_pause import gc_paused
-from rankless.process.worker_threads import lower_priority
 from rankless.save.deferred_errors import DeferredErrors
-from rankless.save.handle import Result, SaveHandle
-from rankless.save.save_operation import Content, SaveOperation
+from rankless.save.handle import SaveHandle
 from rankless.state.step_guard import StepGuard
-
-#: A thread must begin to run within so many seconds.
-_START_SECONDS = 5.0
 
 _log = logging.getLogger("rankless")
 
 
-class _SaveInFlight(msgspec.Struct, eq=False):
+class SaveInFlight(msgspec.Struct, eq=False):
     """A save that runs in the background. Saves with the same ``scope``, a path, wait for each other's ``turn``.
 
     The turn ends when the next save may begin; ``done``, when the save has ended.
@@ -73,12 +65,12 @@ class _SaveInFlight(msgspec.Struct, eq=False):
 
 
 class BackgroundSaves:
-    """The runner of all saves of this process, synchronous and in the background."""
+    """The saves of this process that run in the background or have failed, and the turns of the paths."""
 
     def __init__(self) -> None:
         self._memory, self._guard = StagingMemory(), StepGuard()
         #: The saves in progress, and the failed saves with an error that was not raised yet.
-        self._flights: list[_SaveInFlight] = []
+        self._flights: list[SaveInFlight] = []
         #: By path, the lock of the thread that starts a save, until the save is done or runs in the background.
         self._turns: weakref.WeakValueDictionary[Path, _PathTurn] = weakref.WeakValueDictionary()
         #: The calls that save now. Each is an object of its own.
@@ -139,6 +131,30 @@ class BackgroundSaves:
         """
         self._raise_failures(_of_group(self._wait_for_turns(scope), current_process_group(process_group)))
 
+    def open_arena(self) -> Arena:
+        """Return staging memory for one save. :func:`~rankless.save.run_save.run_save` calls it and releases it."""
+        return Arena(self._memory)
+
+    def let_steps_wait(self, copied: threading.Event, order_steps: Callable[[], None] | None) -> None:
+        """Let optimizer steps and loads wait until ``copied`` is set.
+
+        :func:`~rankless.save.run_save.run_save` calls it before it starts a thread. ``order_steps`` is
+        :attr:`StagedTensors.order_steps`.
+        """
+        self._guard.add_copy(copied, order_steps)
+
+    def add(self, flight: SaveInFlight) -> None:
+        """List a save, whose thread is about to start. The end of the process waits for it from now on."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            call_at_exit(ExitStage.SAVES, self._join_threads)
+            call_at_exit(ExitStage.STATUS, self._exit_if_failed)
+        self._flights.append(flight)
+
+    def remove(self, flight: SaveInFlight) -> None:
+        """Remove a save from the list: it has not started, or has ended without an error."""
+        self._flights.remove(flight)
+
     def is_saving(self) -> bool:
         """Return whether a save is in progress, in a call or in the background.
 
@@ -146,115 +162,23 @@ class BackgroundSaves:
         """
         return bool(self._calls) or any(not flight.done.done() for flight in list(self._flights))
 
-    def run_save(
-        self,
-        content: Content[Result],
-        scope: Path,
-        process_group: ProcessGroupArgument,
-        *,
-        asynchronous: bool,
-    ) -> SaveHandle[Result]:
-        """Save a content inside a :meth:`path_turn`. If ``asynchronous``, return when its tensors are staged.
-
-        The thread of the caller calls it. On an error nothing is left, on any rank, and staged memory is released after
-        the rollback.
-        """
-        save, arena = SaveOperation(content), Arena(self._memory)
-        interrupt: BaseException | None = None
-        try:
-            with gc_paused(), save.rollback_on_error():
-                save.prepare()
-                # After the main thread has ended, nothing waits for other threads.
-                if not asynchronous or not threading.main_thread().is_alive():
-                    info = save.finish()
-                    save.leave_session()
-                    return SaveHandle(content.path, content.mark_returned(), _completed_future(info))
-                save.stage(arena)
-                handle, interrupt = self._start_thread(save, arena, scope, process_group)
-        except BaseException:
-            arena.release()  # after the rollback: until then, a device may write into it
-            raise
-        if interrupt is not None:
-            raise interrupt
-        return handle
-
-    def _start_thread(
-        self, save: SaveOperation[Result], arena: Arena, scope: Path, process_group: ProcessGroupArgument
-    ) -> tuple[SaveHandle[Result], BaseException | None]:
-        """Start the thread that saves. Return the handle and the exception that interrupted this thread, if any.
-
-        If this thread was interrupted after the other one has started, the save continues.
-        """
-        self._prepare_process()
-        content, share = save.content, save.content.share
-        self._guard.add_copy(share.copied, share.order_steps)
-        turn: Future[None] = Future()
-        done: Future[Result] = Future()
-        handle = SaveHandle(content.path, content.mark_returned(), done, content.completed_locally)
-        group = current_process_group(process_group)
-        flight = _SaveInFlight(scope, None if group is None else weakref.ref(group), handle, turn, done)
-        # Not a daemon thread: the process waits for it. Its priority is lowered after the copies that steps wait for.
-        name = f"rankless {content.path.name}"
-        handle.thread = threading.Thread(target=self._run_in_background, args=(flight, save, arena), name=name)
-        self._flights.append(flight)
-        try:
-            with span("start the thread", "wait"):
-                handle.thread.start()
-        except BaseException as error:
-            if not isinstance(error, RuntimeError) and flight.has_started.wait(_START_SECONDS):
-                return handle, error
-            self._flights.remove(flight)
-            flight.end_recording()
-            raise
-        return handle, None
-
-    def _run_in_background(self, flight: _SaveInFlight, save: SaveOperation[Any], arena: Arena) -> None:
-        flight.has_started.set()
-        try:
-            self._finish_save(flight, save, arena)
-        finally:
-            flight.end_recording()
-
-    def _finish_save(self, flight: _SaveInFlight, save: SaveOperation[Any], arena: Arena) -> None:
-        content = save.content
-        try:
-            with span("save in the background", "call", content.path.name), save.rollback_on_error():
-                save.complete_copies()
-                lower_priority()
-                info = save.finish(partial(flight.turn.set_result, None))
-        except BaseException as error:  # noqa: BLE001 - raised by wait(), after the next save has begun, or by finalize()
-            content.share.forget_staged()
-            arena.release()
-            cleared = _clear_frames(error)
-            if content.completed_locally is not None and not content.completed_locally.done():
-                content.completed_locally.set_exception(cleared)
-            flight.done.set_exception(cleared)
-            _end_turn(flight)
-        else:
-            content.share.forget_staged()
-            arena.release()
-            flight.done.set_result(info)
-            _end_turn(flight)
-            save.leave_session()
-            self._flights.remove(flight)
-
-    def _other_flights(self, scope: Path | None) -> list[_SaveInFlight]:
+    def _other_flights(self, scope: Path | None) -> list[SaveInFlight]:
         """Return the saves of a path, or all, except the one that runs in this thread, where a listener may save."""
         this_thread = threading.current_thread()
         flights = [flight for flight in list(self._flights) if scope in {None, flight.scope}]
         return [flight for flight in flights if flight.thread is not this_thread]
 
-    def _wait_for_turns(self, scope: Path) -> list[_SaveInFlight]:
+    def _wait_for_turns(self, scope: Path) -> list[SaveInFlight]:
         """Wait until the next save of a path may begin, and return the saves that have failed."""
         wait([flight.turn for flight in self._other_flights(scope)])
         return self._failed_saves(scope)
 
-    def _wait_for_saves(self, scope: Path | None) -> list[_SaveInFlight]:
+    def _wait_for_saves(self, scope: Path | None) -> list[SaveInFlight]:
         """Wait for the saves of a path, or for all, and return those that have failed."""
         wait([flight.done for flight in self._other_flights(scope)])
         return self._failed_saves(scope)
 
-    def _failed_saves(self, scope: Path | None) -> list[_SaveInFlight]:
+    def _failed_saves(self, scope: Path | None) -> list[SaveInFlight]:
         flights = [flight for flight in list(self._flights) if scope in {None, flight.scope}]
         return [flight for flight in flights if flight.done.done() and flight.done.exception() is not None]
 
@@ -278,19 +202,13 @@ class BackgroundSaves:
         """
         self._guard.wait()
 
-    def _raise_failures(self, failed: list[_SaveInFlight]) -> None:
+    def _raise_failures(self, failed: list[SaveInFlight]) -> None:
         for flight in failed:
             try:
                 self._flights.remove(flight)
             except ValueError:  # another thread raises it
                 continue
             flight.handle.wait()
-
-    def _prepare_process(self) -> None:
-        if self._process != os.getpid():
-            self._process = os.getpid()
-            call_at_exit(ExitStage.SAVES, self._join_threads)
-            call_at_exit(ExitStage.STATUS, self._exit_if_failed)
 
     def _join_threads(self) -> None:
         """Wait for the threads of all saves. A process of multiprocessing does this before it joins its threads."""
@@ -332,34 +250,13 @@ class _PathTurn:
         self.lock = threading.RLock()
 
 
-def _of_group(flights: list[_SaveInFlight], group: dist.ProcessGroup | None) -> list[_SaveInFlight]:
+def _of_group(flights: list[SaveInFlight], group: dist.ProcessGroup | None) -> list[SaveInFlight]:
     """Return the saves of a process group. All its ranks raise their errors in the same call."""
     return [flight for flight in flights if (flight.group and flight.group()) is group]
 
 
-def _is_rank_missing(failed: list[_SaveInFlight]) -> bool:
+def _is_rank_missing(failed: list[SaveInFlight]) -> bool:
     return any(isinstance(flight.done.exception(), RankTimeoutError) for flight in failed)
-
-
-def _completed_future(info: Result) -> Future[Result]:
-    done: Future[Result] = Future()
-    done.set_result(info)
-    return done
-
-
-def _end_turn(flight: _SaveInFlight) -> None:
-    if not flight.turn.done():
-        flight.turn.set_result(None)
-
-
-def _clear_frames(error: BaseException) -> BaseException:
-    """Replace the tracebacks of an error by a note, because their frames would keep the saved tensors alive."""
-    error.add_note("In the thread that saved:\n" + "".join(traceback.format_exception(error)))
-    chain = [error]
-    for link in chain:
-        link.__traceback__ = None
-        chain += [other for other in (link.__cause__, link.__context__) if other is not None and other not in chain]
-    return error
 
 
 def _exit_with_failure() -> None:

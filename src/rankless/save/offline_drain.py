@@ -28,6 +28,7 @@ from rankless.run.catalog import list_checkpoints
 from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.save.background import background_saves
 from rankless.save.generation_content import DrainOptions, GenerationContent
+from rankless.save.run_save import run_save
 from rankless.storage.file_lock import FileLock
 from rankless.storage.location import parse_location
 from rankless.storage.mapped_file import map_to_read
@@ -277,7 +278,7 @@ class _HostDrain:
         options = DrainOptions("raise", None, self._on_event)
         content = GenerationContent(RankGroup(SELF), _TIMEOUT, self._state, assembly, options)
         with background_saves.path_turn(self._run, None):
-            return background_saves.run_save(content, self._run, None, asynchronous=False).wait()
+            return run_save(content, self._run, None, asynchronous=False).wait()
 
 
 def _find_missing(generation: HostGeneration, tables: Mapping[int, PartTable]) -> set[int]:

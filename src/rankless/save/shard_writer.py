@@ -16,11 +16,18 @@ from rankless.engine.comm.session import RankGroup, Session
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity import replica_comparison
 from rankless.engine.io.device_streams import begin_copies
-from rankless.engine.io.requests import Fragments, OnBytesMoved, ShardOf, ignore_progress, merge_fragments
+from rankless.engine.io.requests import (
+    Fragments,
+    OnBytesMoved,
+    ShardOf,
+    hash_fragments,
+    ignore_progress,
+    merge_fragments,
+)
 from rankless.engine.io.staging import DeferredCopies, StagedTensors, stage_tensors
 from rankless.engine.io.staging_memory import Arena, StagingMemory
 from rankless.engine.io.tensor_bytes import TensorBytes
-from rankless.engine.io.write import hash_fragments, write_file_ranges
+from rankless.engine.io.write import write_file_ranges
 from rankless.engine.plan.cell_transfers import cut_out
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.engine.plan.save_plan import SavePlan

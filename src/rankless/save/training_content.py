@@ -54,7 +54,6 @@ from rankless.save.save_request import SaveRequest
 from rankless.state.capture import Capture
 from rankless.state.model.hf_config import pretrained_files
 from rankless.state.model.model_traversal import model_components
-from rankless.state.step_only_tensors import step_only_tensors
 
 if TYPE_CHECKING:
     from rankless.tier.job import TierJob
@@ -287,6 +286,8 @@ class TrainingContent:
     def _deferred_copies(self) -> DeferredCopies:
         if not self._is_overlapped:
             return DeferredCopies()
+        from rankless.state.step_only_tensors import step_only_tensors  # noqa: PLC0415 - only these saves need it
+
         keys = step_only_tensors(self.share.captured, self.request.training.optimizer)
         numbers = frozenset(number for number, key in enumerate(self.share.plan.tensors) if key in keys)
         sampled = ALL_CHUNKS if self.request.options.staging_check == "full" else SAMPLED_CHUNKS

@@ -16,9 +16,8 @@ import msgspec
 
 from rankless.engine.integrity.compare_values_by_digest import select_differing
 from rankless.engine.io.tensor_bytes import TensorBytes
-from rankless.engine.plan.layout_types import MeshShape, PlacementLayout
 from rankless.engine.plan.split_tensors import Splits
-from rankless.engine.plan.tensor_specs import OWN, PER_RANK, STATE, LayoutSpec, Meshes, NamedPieces, Spec, TensorSpec
+from rankless.engine.plan.tensor_specs import OWN, PER_RANK, STATE
 from rankless.errors import InvalidArgumentError, StateError, UnsupportedValueError
 from rankless.observe.spans import traced
 from rankless.observe.units import format_count
@@ -32,6 +31,7 @@ from rankless.state import scheduler as schedulers
 from rankless.state.array_encoder import ArrayEncoder, digest_tensor, name_merged
 from rankless.state.compared_values import ComparedValue, compare_buffer, compare_state_names
 from rankless.state.differing_values import DIFFERING, LAYOUT, digest_layout
+from rankless.state.inventory import MODEL, OPTIMIZER, Inventory
 from rankless.state.model import model_traversal as models
 from rankless.state.model.hf_config import pretrained_files
 from rankless.state.model.model_view import ModelView, check_duplicate_tensors
@@ -51,57 +51,11 @@ from rankless.state.split_parameters import split_group, split_refs, split_state
 from rankless.state.tensor_views import DTYPES, TensorView, check_present, view_of
 from rankless.state.training import TrainingObjects
 
-#: Groups of tensors; their directories or files have the same names.
-MODEL, OPTIMIZER = "model", "optimizer"
-
 #: The kind of the slots of schedulers.
 SCHEDULER = "scheduler"
 
 #: Prefixes of values that are merged from several ranks.
 _MERGED = (MODEL, OPTIMIZER, SCHEDULER)
-
-
-class Inventory:
-    """Tensors that a rank has or requests, with a spec of them that does not depend on the rank."""
-
-    def __init__(self) -> None:
-        self._meshes: dict[MeshShape, int] = {}
-        self._layouts: dict[LayoutSpec, int] = {}
-        self._tensors: list[TensorSpec] = []
-        self._pieces: list[NamedPieces] = []
-        self.tied: dict[str, dict[str, str]] = {}
-        self.names: dict[str, list[str]] = {}
-
-    def add_tensor(
-        self,
-        group: str,
-        name: str,
-        tensor: TensorView,
-        *,
-        dtype: str | None = None,
-        shared: bool = True,
-        splits: Splits = (),
-        apart: bool = False,
-    ) -> None:
-        """Add one tensor. ``dtype`` is its dtype in the checkpoint if that differs."""
-        layout = None if tensor.layout is None else self._layout_index(tensor.layout)
-        self._tensors.append(
-            TensorSpec(group, name, dtype or tensor.dtype, tensor.shape, layout, shared, splits, apart)
-        )
-        if tensor.pieces is not None:
-            self._pieces.append(NamedPieces(group, name, tensor.pieces))
-
-    def _layout_index(self, layout: PlacementLayout) -> int:
-        mesh = self._meshes.setdefault(layout.mesh, len(self._meshes))
-        return self._layouts.setdefault(LayoutSpec(mesh, layout.placements), len(self._layouts))
-
-    def build_spec(self) -> Spec:
-        """Return the spec of the tensors."""
-        return Spec(tuple(self._layouts), tuple(self._tensors), self.tied, self.names)
-
-    def build_meshes(self) -> Meshes:
-        """Return the meshes that the spec refers to by number, and the pieces that this rank holds of some tensors."""
-        return Meshes(tuple(self._meshes), tuple(self._pieces))
 
 
 class Capture(msgspec.Struct):

@@ -27,8 +27,8 @@ from rankless.ondisk.value_files import BY_NUMBER, MAY_SKIP_FROZEN, OWN_STATE
 from rankless.state import scheduler as schedulers
 from rankless.state import user_objects
 from rankless.state.array_decoder import ArrayDecoder
-from rankless.state.capture import MODEL, OPTIMIZER, Inventory
 from rankless.state.differing_values import components_of, digest_layout, own_model_values, replace_shared
+from rankless.state.inventory import MODEL, OPTIMIZER, Inventory
 from rankless.state.meta_models import MetaModels
 from rankless.state.mismatches import MismatchReport, RestorePolicy
 from rankless.state.model import fsdp1

@@ -33,6 +33,7 @@ from rankless.run_directory import RunDirectory
 from rankless.save.background import background_saves
 from rankless.save.handle import SaveHandle
 from rankless.save.metrics import read_metrics
+from rankless.save.run_save import run_save
 from rankless.state.training import TrainingObjects
 from rankless.storage.location import parse_location
 from rankless.weights.publication import Publication, WeightVersion
@@ -192,7 +193,7 @@ class WeightPublisher:
                 self._timeout,
                 partial(VersionOutput, publication, self._state),
             )
-            self._handle = background_saves.run_save(content, self._path, self._group, asynchronous=self._async_save)
+            self._handle = run_save(content, self._path, self._group, asynchronous=self._async_save)
 
     def wait(self) -> None:
         """Wait until all publications have ended, and raise the error of one that has failed. Every rank calls it."""

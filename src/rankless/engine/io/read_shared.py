@@ -11,17 +11,23 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from rankless.engine.io.byte_sinks import ByteSink
-from rankless.engine.io.p2p import P2PExchange, SentBytes, Works
 from rankless.engine.io.read_order import rotate_by_rank
-from rankless.engine.io.requests import Fragments, OnBytesMoved, SinkOf, ignore_progress, merge_fragments
+from rankless.engine.io.requests import (
+    Fragments,
+    OnBytesMoved,
+    SinkOf,
+    hash_fragments,
+    ignore_progress,
+    merge_fragments,
+)
 from rankless.engine.io.source_reader import SourceReader
 from rankless.engine.io.tensor_sources import Source
-from rankless.engine.io.write import hash_fragments
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.engine.plan.load_plan import BroadcastChunk
 from rankless.engine.plan.stripe_owners import OwnedStripe, RemoteStripe, ShardContribution, StripeTask
@@ -33,6 +39,9 @@ from rankless.storage.aligned_memory import BufferPool, Bytes
 from rankless.storage.direct_io import BufferedReader
 from rankless.storage.exact_reader import ExactReaderFactory
 from rankless.storage.reader_pool import MakeReaders, ReaderPool
+
+if TYPE_CHECKING:
+    from rankless.engine.io.p2p import P2PExchange, SentBytes, Works  # only ranks that exchange need its module
 
 #: How many of its own items a rank reads before it is their turn to be sent.
 _READ_AHEAD = 4

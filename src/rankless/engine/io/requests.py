@@ -7,12 +7,12 @@ several threads of one rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from rankless.engine.io.byte_sinks import ByteSink
-from rankless.engine.plan.file_ranges import FileRange
-from rankless.ondisk.block_crcs import BLOCK_BYTES, Fragment, combine
+from rankless.engine.plan.file_ranges import FileRange, split_at_blocks
+from rankless.ondisk.block_crcs import BLOCK_BYTES, Fragment, combine, crc64
 from rankless.storage.aligned_memory import Bytes
 
 if TYPE_CHECKING:
@@ -81,3 +81,10 @@ def merge_fragments(results: Iterable[Iterable[tuple[int, Fragment]]]) -> Fragme
         else:
             tensor_fragments.append(fragment)
     return result
+
+
+def hash_fragments(file_range: FileRange, data: Bytes) -> Iterator[tuple[int, Fragment]]:
+    """Yield the fragments of a file range that may span several blocks."""
+    for piece in split_at_blocks(file_range):
+        crc = crc64(data[piece.start - file_range.start : piece.stop - file_range.start])
+        yield piece.tensor, Fragment(piece.start, piece.stop, crc)

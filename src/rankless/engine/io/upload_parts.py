@@ -28,9 +28,15 @@ from rankless.engine.comm.store_messages import StoreMessages
 from rankless.engine.io.cell_exchange import CellExchange
 from rankless.engine.io.part_assembly import PartAssembly
 from rankless.engine.io.received_messages import ReceivedRun
-from rankless.engine.io.requests import Fragments, OnBytesMoved, ProviderOf, ignore_progress, merge_fragments
+from rankless.engine.io.requests import (
+    Fragments,
+    OnBytesMoved,
+    ProviderOf,
+    hash_fragments,
+    ignore_progress,
+    merge_fragments,
+)
 from rankless.engine.io.upload_target import PART_BYTES, UploadTarget
-from rankless.engine.io.write import hash_fragments
 from rankless.engine.plan.cell_transfers import TransferTable, cut_out
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.engine.plan.save_plan import SavePlan

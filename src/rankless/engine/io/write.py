@@ -29,7 +29,6 @@ from rankless.engine.plan.file_ranges import (
     alternate_files,
     count_bytes,
     file_chunks,
-    split_at_blocks,
 )
 from rankless.observe.spans import span, traced
 from rankless.ondisk.block_crcs import Fragment, crc64
@@ -168,13 +167,6 @@ def _write_in_place(file_range: FileRange, provider_of: ProviderOf, writer: File
         if crc64(data_slice, before) != crc:
             return None
     return make_fragment(file_range, crc)
-
-
-def hash_fragments(file_range: FileRange, data: Bytes) -> Iterator[tuple[int, Fragment]]:
-    """Yield the fragments of a file range that may span several blocks."""
-    for piece in split_at_blocks(file_range):
-        crc = crc64(data[piece.start - file_range.start : piece.stop - file_range.start])
-        yield piece.tensor, Fragment(piece.start, piece.stop, crc)
 
 
 def copy_and_hash(buffer_slice: Bytes, provider: ByteProvider, start: int) -> int:

@@ -18,9 +18,15 @@ import numpy as np
 
 from rankless.engine.io.cell_exchange import CellExchange
 from rankless.engine.io.p2p import P2PExchange, Works
-from rankless.engine.io.requests import Fragments, OnBytesMoved, ShardOf, ignore_progress, merge_fragments
+from rankless.engine.io.requests import (
+    Fragments,
+    OnBytesMoved,
+    ShardOf,
+    hash_fragments,
+    ignore_progress,
+    merge_fragments,
+)
 from rankless.engine.io.tensor_bytes import TensorBytes
-from rankless.engine.io.write import hash_fragments
 from rankless.engine.plan.cell_transfers import cut_out
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.engine.plan.stripe_owners import OwnedStripe, RemoteStripe, ShardContribution, StripeTask
