@@ -25,7 +25,8 @@ from rankless.errors import InvalidArgumentError, StateError
 from rankless.formats.native import STATE, NativeReader
 from rankless.run.catalog import claim_incarnation, list_checkpoints_strictly
 from rankless.run.checkpoint_info import CheckpointInfo
-from rankless.run.claims import LoadedBase, read_history
+from rankless.run.claims import LoadedBase
+from rankless.run.stored_history import read_history
 from rankless.run_directory import RunDirectory
 from rankless.save.cadence import Ask, Cadence, as_cadence
 from rankless.storage.store import store_of

@@ -37,8 +37,9 @@ from rankless.ondisk.validation import check_flag, check_timeout
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
 from rankless.run.catalog import claim_incarnation, list_checkpoints
 from rankless.run.checkpoint_info import CheckpointInfo
-from rankless.run.claims import JobHistory, read_history
+from rankless.run.claims import JobHistory
 from rankless.run.retention import Retention, as_policy
+from rankless.run.stored_history import read_history
 from rankless.run.tag_arguments import TagArgument, check_tag_argument
 from rankless.save.background import background_saves
 from rankless.save.base_checkpoint import BaseCheckpoint, KnownRun, loaded_base

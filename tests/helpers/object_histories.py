@@ -15,7 +15,7 @@ import torch
 
 import rankless
 from rankless.errors import RanklessError
-from rankless.run import claims, cleanup, object_journal, object_removal, pointers
+from rankless.run import claims, cleanup, object_journal, object_removal, pointers, records_folder, stored_history
 from rankless.run.catalog import list_stale_directories
 from rankless.save import copied_files
 from rankless.storage.http import retries
@@ -149,7 +149,7 @@ class Start:
         self._fake.objects, self._fake.uploads = copy.copy(self._objects), copy.deepcopy(self._uploads)
         self._fake.requests.clear()
         pointers._pointers.clear()  # each operation is that of a new process, and reads them again
-        claims._entries.clear()
+        stored_history._entries.clear()
         self._fake.on_request = do_nothing
         return self._fake
 
@@ -330,6 +330,8 @@ def check_nothing_is_left(fake: FakeStore) -> None:
     assert not list_stale_directories(run_path())
     infos = rankless.list_checkpoints(run_path())
     folders = {info.path.name for info in infos}
-    expected = {key for key in fake.objects if key.split("/")[1] in {*folders, object_journal.FOLDER, claims.FOLDER}}
+    expected = {
+        key for key in fake.objects if key.split("/")[1] in {*folders, object_journal.FOLDER, records_folder.FOLDER}
+    }
     pointers = fake.objects.keys() - expected
     assert sorted(key.split("/")[2] for key in pointers) == sorted(info.tag for info in infos), pointers

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 import rankless
-from rankless.run.claims import JobHistory, LoadedBase, announce, claim, read_history
+from rankless.run.claims import JobHistory, LoadedBase, announce, claim
+from rankless.run.stored_history import read_history
 
 
 def state_of(step: int) -> dict[str, torch.Tensor]:

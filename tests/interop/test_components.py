@@ -362,7 +362,7 @@ def test_what_a_dead_save_of_a_part_has_put_aside_outlives_saves_that_fail(tmp_p
     (tmp_path / "m").rename(tmp_path / DEAD.with_state("replaced").name)
     refused = StorageError(errno.EIO, "input/output error")
     with (
-        mock.patch("rankless.run.folder_removal.rename_noreplace", side_effect=refused),
+        mock.patch("rankless.run.displaced_checkpoints.rename_noreplace", side_effect=refused),
         mock.patch("rankless.run.pending_dir.atomic_rename.rename_noreplace", side_effect=refused),
         pytest.raises(StorageError),
     ):

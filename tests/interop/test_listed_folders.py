@@ -21,8 +21,8 @@ from torch import nn
 import rankless
 import rankless.accelerate
 import rankless.lightning as ours
-from rankless.run.claims import read_history
 from rankless.run.journal import read_journal
+from rankless.run.stored_history import read_history
 from tests.helpers.lightning_trainer import Module, make_data
 from tests.helpers.pool import Ranks
 from tests.helpers.trainer_runs import Numbers, launch, make_arguments, make_model

@@ -220,12 +220,12 @@ def test_a_save_and_a_load_import_few_modules(first_use: dict[str, Any]) -> None
     They last rose when nothing was removed any more that is not proved to be an output, when corrupt files were read
     twice, when states of optimizers that a load could not restore were refused, and with the history of a run, which a
     load by path shares with the directory of the checkpoint, and when all ranks got the error of a wrong
-    argument of one of them. That of a load rose again when the records of a run left folders that frameworks list.
+    argument of one of them. That of a load fell by 39 when it ceased to import the code of saves and removals.
     """
     saved, loaded = first_use["save"], first_use["load"]
     assert not {name for name in loaded if name.startswith("torch.distributed.checkpoint")}
-    assert len(modules_of_rankless(saved)) <= 202
-    assert len(modules_of_rankless(loaded)) <= 205
+    assert len(modules_of_rankless(saved)) <= 204
+    assert len(modules_of_rankless(loaded)) <= 203
 
 
 def test_a_save_without_generators_does_not_import_those_of_numpy(first_use: dict[str, Any]) -> None:
@@ -247,13 +247,13 @@ def test_a_save_and_a_load_run_few_modules_and_functions(first_use: dict[str, An
     Both last rose with the history of a run, when all ranks got the error of a wrong argument of one of them, and when
     the layout of a run became an object that is asked, instead of a question about the path in each function. Both
     last rose when the history and the journal left the folders that frameworks list, and that of a load when
-    checkpoints could be edited, and by one function when rank 0 kept the CRCs of all ranks as columns. That of a save
-    rose by one when a load ceased to import the code of saves, which took 33 modules from its first call.
+    checkpoints could be edited, and by one function when rank 0 kept the CRCs of all ranks as columns. Both
+    rose last when two long files became four: claims and the stored history, removals and displaced checkpoints.
     """
     (save_modules, save_functions), (load_modules, load_functions) = first_use["ran"]
-    assert save_modules <= 122
+    assert save_modules <= 124
     assert save_functions <= 574
-    assert load_modules <= 123
+    assert load_modules <= 124
     assert load_functions <= 575
 
 

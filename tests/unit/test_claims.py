@@ -16,18 +16,11 @@ from unittest import mock
 import pytest
 
 from rankless.errors import StateError, SupersededError
-from rankless.run import claims
+from rankless.run import claims, stored_history
 from rankless.run.checkpoint_info import CheckpointInfo
-from rankless.run.claims import (
-    Claim,
-    JobHistory,
-    LoadedBase,
-    announce,
-    check_not_superseded,
-    read_history,
-    read_newest,
-)
+from rankless.run.claims import Claim, JobHistory, LoadedBase, announce, check_not_superseded
 from rankless.run.records_folder import FOLDER
+from rankless.run.stored_history import read_history, read_newest
 from rankless.storage.object_path import make_object_path
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import AWS, FakeS3
@@ -194,9 +187,9 @@ def test_what_is_no_file_of_an_entry_is_passed_over(make: Callable[[Path], None]
     for _ in range(5):
         read_history(tmp_path)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
-    assert claims.read_entries(tmp_path).unreadable == 1
+    assert stored_history.read_entries(tmp_path).unreadable == 1
     assert claim(tmp_path, JobHistory(), []).incarnation == 6
-    assert claims.read_token(tmp_path) == history.job.token
+    assert stored_history.read_token(tmp_path) == history.job.token
     assert first.run in read_history(tmp_path).runs
 
 
@@ -205,7 +198,10 @@ def test_an_entry_with_the_number_of_another_one_is_passed_over(name: str, tmp_p
     first = claim(tmp_path, JobHistory(), [])
     for data in ((tmp_path / FOLDER / "00000001.json").read_bytes(), b"{}"):
         (tmp_path / FOLDER / name).write_bytes(data)
-        with mock.patch.object(claims, "_passed_over", set()), pytest.warns(UserWarning, match="move it elsewhere"):
+        with (
+            mock.patch.object(stored_history, "_passed_over", set()),
+            pytest.warns(UserWarning, match="move it elsewhere"),
+        ):
             assert read_history(tmp_path).runs.keys() == {first.run}
     assert claim(tmp_path, JobHistory(), []).incarnation == int(name.removesuffix(".json")) + 1
 
@@ -240,7 +236,7 @@ def test_a_claim_after_a_look_that_is_outdated_gets_another_number(tmp_path: Pat
     """The number of the claim that it has not seen is taken, so the job looks again."""
     first = claim(tmp_path, JobHistory(), [])
     saved = info(first.run, first.incarnation, 1)
-    seen = claims.read_newest(tmp_path)
+    seen = stored_history.read_newest(tmp_path)
     second = claim(tmp_path, JobHistory(base=base_of(saved, newest=1)), [saved], seen=seen)
     with mock.patch.object(claims, "_claimed", {}), pytest.raises(StateError, match="another job has continued"):
         claim(tmp_path, JobHistory(base=base_of(saved, newest=1)), [saved], seen=seen)

@@ -18,11 +18,11 @@ import torch
 
 import rankless
 from rankless.errors import StorageError, SupersededError
-from rankless.run import claims, records_folder
-from rankless.run.claims import read_history
+from rankless.run import claims, records_folder, stored_history
 from rankless.run.journal import read_journal
 from rankless.run.records_folder import FOLDER, JOURNAL, keep_records_beside, records_of
 from rankless.run.rollback import roll_back
+from rankless.run.stored_history import read_history
 from rankless.storage.object_path import make_object_path
 from tests.golden import reader
 from tests.helpers.fake_http import BUCKET
@@ -163,7 +163,7 @@ def test_two_first_jobs_of_which_one_lists_the_folder_begin_two_runs(tmp_path: P
     jobs = {"listing": rankless.RunDirectory(run), "plain": rankless.RunDirectory(run)}
     keep_records_beside(run)
     jobs["listing"].save("listing_1", {"w": torch.zeros(2)})
-    unseen = mock.patch.object(claims, "records_of", lambda path, *_: path)
+    unseen = mock.patch.object(stored_history, "records_of", lambda path, *_: path)
     with unseen, mock.patch.object(claims, "_claimed", {}):
         jobs["plain"].save("plain_1", {"w": torch.zeros(2)})
     jobs["listing"].save("listing_2", {"w": torch.zeros(2)})

@@ -20,9 +20,9 @@ from rankless.cli.tree_rows import TreeRow, plan_rows
 from rankless.observe.terminal import escape_control_characters
 from rankless.observe.units import format_count, format_time
 from rankless.run.checkpoint_info import CheckpointInfo
-from rankless.run.claims import ShownHistory, read_entries
 from rankless.run.history_tree import Incarnation, RunTree, build_trees
 from rankless.run.records_folder import FOLDER
+from rankless.run.stored_history import ShownHistory, read_entries
 
 #: The columns that are drawn: columns further to the right are drawn in the last one.
 _MAX_COLUMNS = 12

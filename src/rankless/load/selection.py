@@ -35,7 +35,6 @@ from rankless.observe.warning import warn_caller
 from rankless.process.prepared_types import prepared
 from rankless.run.catalog import cached_checkpoints, find_checkpoint
 from rankless.run.checkpoint_info import CheckpointInfo, RunScan, is_rankless_checkpoint
-from rankless.run.claims import read_history
 from rankless.run.corruption import CorruptRecord
 from rankless.run.lookup import (
     all_abandoned_error,
@@ -46,6 +45,7 @@ from rankless.run.lookup import (
     resolve_checkpoint_path,
 )
 from rankless.run.run_store import run_store_of
+from rankless.run.stored_history import read_history
 from rankless.run.tag_arguments import Best, resolve_tag
 from rankless.run.tier_parts_removal import FOLDER
 from rankless.storage.store import store_of

@@ -19,8 +19,8 @@ from rankless.errors import StateError
 from rankless.ondisk.manifest import Manifest
 from rankless.process.prepared_types import prepared
 from rankless.run.catalog import list_checkpoints_strictly
-from rankless.run.claims import read_history
 from rankless.run.history import Entry
+from rankless.run.stored_history import read_history
 from rankless.storage.posix import host_id
 from rankless.tier.generation_catalog import HostOffer, LocalCheckpoint, find_complete, list_offers
 from rankless.tier.host_folder import TierFolder

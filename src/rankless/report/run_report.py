@@ -34,10 +34,10 @@ from rankless.report.timeline import build_timeline
 from rankless.run.aliases import list_aliases, means
 from rankless.run.catalog import list_checkpoints, list_stale_directories
 from rankless.run.checkpoint_info import CheckpointInfo
-from rankless.run.claims import read_entries
 from rankless.run.history import Entry
 from rankless.run.history_tree import build_trees
 from rankless.run.journal import JournalEntry, read_journal
+from rankless.run.stored_history import read_entries
 from rankless.storage.links_and_clones import own_bytes
 from rankless.storage.store import store_of
 

@@ -18,11 +18,11 @@ import msgspec
 from rankless.errors import CheckpointReplacedError, StorageError, TagExistsError
 from rankless.formats.native import holds_checkpoint
 from rankless.run.checkpoint_info import CheckpointInfo, read_info_strictly
-from rankless.run.claims import read_history
 from rankless.run.folder_names import abandoned_tags
 from rankless.run.history import KnownCheckpoint
 from rankless.run.object_removal import is_still_whole
 from rankless.run.pointers import Pointer, TagEntry, find_bytes, find_highest_number, pointer_path
+from rankless.run.stored_history import read_history
 from rankless.storage.atomic_rename import rename_noreplace
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import path_exists

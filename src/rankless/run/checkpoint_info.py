@@ -6,7 +6,7 @@ must not read thousands of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -21,7 +21,6 @@ from rankless.errors import (
     StorageError,
 )
 from rankless.formats.native import claims_to_be_native, read_manifest
-from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.ondisk.manifest import NAME, Manifest
 from rankless.run.added_metrics import list_metric_files, read_added_metrics, select_metrics
 from rankless.run.folder_names import is_abandoned_tag, is_called
@@ -164,21 +163,6 @@ def recall_info(path: Path, name: str, tag: str) -> CheckpointInfo | None:
     """Return the checkpoint in a folder of a directory if its manifest is remembered, and has not changed."""
     info = _MEMO.recall(f"{path}/{name}/{NAME}")
     return info if info is None or info.tag == tag else replace(info, tag=tag)
-
-
-def displaced_checkpoints(names: Collection[str]) -> Iterator[HiddenName]:
-    """Yield the hidden names of checkpoints that were displaced by a replace which was interrupted.
-
-    ``names`` are all names in the run directory. A displaced checkpoint still counts as the checkpoint of its tag,
-    because the new one has a pending directory, but has not got the name yet. This state exists only on file systems
-    that cannot exchange two names, and lasts only if the save died in it.
-    """
-    for name in names:
-        hidden = parse_hidden_name(name)
-        if hidden is None or hidden.state != "replaced" or hidden.tag in names:
-            continue
-        if hidden.with_state("partial").name in names:
-            yield hidden
 
 
 def read_info_strictly(folder: Path, tag: str) -> CheckpointInfo | None:

@@ -1,73 +1,33 @@
 """The claims of jobs in the history of a run directory, and one job's knowledge of it.
 
-Each claim is a small file or object ``.history/N.json``, in the run directory or next to it (see
-:mod:`rankless.run.records_folder`), which no other job can create: an :class:`rankless.run.history.Entry`. It is
-never changed, and never removed before its run. Rank 0 of a job claims; the vote of the save tells all ranks.
+A job claims by an entry of the history (:mod:`rankless.run.stored_history`), which no other job can create. Rank 0 of a
+job claims; the vote of the save tells all ranks.
 
 :mod:`rankless.run.catalog` claims in a save (inside the vote on the preparation) and after a load,
-:mod:`rankless.tier.job` in a load with a local tier, and ``rankless rollback`` in a process of its own. The exclusive
-creation of the file decides between jobs: a look before it proves nothing. The JSON of entries is on disks, and jobs of
-other versions read it.
+:mod:`rankless.tier.job` in a load with a local tier, and ``rankless rollback`` in a process of its own.
 """
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
-import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
-from rankless.errors import StateError, StorageError, SupersededError
+from rankless.errors import StateError, SupersededError
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.manifest import EditRecord
 from rankless.process.prepared_types import prepared
 from rankless.run.history import Entry, FoundCheckpoint, Job, KnownCheckpoint, cut_line
-from rankless.run.records_folder import FOLDER, records_of
+from rankless.run.stored_history import add_entry, find_entry, has_entry, read_newest
 from rankless.storage import posix
-from rankless.storage.store import map_requests, store_of
-
-_SUFFIX = ".json"
-
-#: The names of entries without their suffix: eight digits, or more without zeros before them.
-_STEM = re.compile("[0-9]{8}|[1-9][0-9]{8,11}")
-
-#: The names of files that become entries.
-_DRAFT = re.compile(r"\.[0-9]{8,12}\.json\.[0-9a-f]{16}")
-
-#: The most entries that are remembered, and the most bytes of one.
-_MAX_REMEMBERED, _MAX_BYTES = 2**12, 2**24
-
-#: The most entries that are read to show a history, and the most bytes of all of them.
-_MAX_SHOWN, _MAX_SHOWN_BYTES = 1000, 2**26
-
-#: The entries that are read at a time to show a history.
-_BATCH = 16
-
-#: The most attempts to claim while other jobs do.
-_ATTEMPTS = 1000
-
-#: The errors of bytes that are no entry.
-_UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-
-#: The errors of a path that is no file of an entry's size, but a directory, a pipe, a socket or a loop of links.
-_NO_ENTRY = {errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.EFBIG, errno.ELOOP}
 
 #: The most seconds that the clocks of two hosts may differ by.
 _MOST_CLOCK_DIFFERENCE = 300.0
-
-#: The attempts to read an entry that is listed, and the seconds between.
-_READ_ATTEMPTS, _READ_SECONDS = 20, 0.05
-
-
-E = TypeVar("E", Entry, Entry | None)
 
 
 @prepared
@@ -212,214 +172,6 @@ class JobHistory(msgspec.Struct):
             self.newest = newest
 
 
-def read_history(run: Path) -> Entry:
-    """Return the newest entry of the history of a run directory; an empty one if there is none.
-
-    An entry that is corrupt is passed over, with a warning. Raises ``StorageError`` if it cannot be read now.
-
-    Called on rank 0 in votes, and by commands. An entry that cannot be read now must be an error: without the entry an
-    abandoned checkpoint would be the latest.
-    """
-    return read_newest(run)[0]
-
-
-def read_history_in(run: Path, names: Collection[str]) -> tuple[Entry, int]:
-    """Return the newest entry and the highest number as :func:`read_newest`. ``names`` are those in the directory."""
-    return _read_newest(records_of(run, names) / FOLDER)
-
-
-def read_newest(run: Path) -> tuple[Entry, int]:
-    """Return the newest entry that is not corrupt, and the highest number."""
-    return _read_newest(_folder_of(run))
-
-
-def _folder_of(run: Path) -> Path:
-    """Return the folder that has, or will have, the entries of a run."""
-    return records_of(run) / FOLDER
-
-
-def _read_newest(folder: Path) -> tuple[Entry, int]:
-    """Return the newest entry in a folder that is not corrupt, and the highest number.
-
-    An entry that is listed, but not found, is looked for again: replicas lag, and entries are never removed.
-    """
-    for _ in range(_READ_ATTEMPTS):
-        etags = _list_entries(folder)
-        with suppress(FileNotFoundError):
-            for number, etag in sorted(etags.items(), reverse=True):
-                if (entry := _read_listed(folder, number, etag)) is not None:
-                    return entry, max(etags)
-            return Entry(), max(etags, default=0)
-        time.sleep(_READ_SECONDS)
-    path = _path_of(folder, number)
-    raise StorageError(
-        errno.EIO, f"{path} is listed, but cannot be found: try again, or remove it if it is a broken link"
-    )
-
-
-def _list_entries(folder: Path) -> dict[int, str]:
-    """Return the numbers of all entries, in an object store with their versions.
-
-    For example, ``00000003.json`` has the number 3.
-    """
-    etags = store_of(folder).list_entries(folder)
-    stems = {name.removesuffix(_SUFFIX): etag for name, etag in etags.items() if name.endswith(_SUFFIX)}
-    return {int(stem): etag for stem, etag in stems.items() if _STEM.fullmatch(stem)}
-
-
-#: The entries that were read from object stores, by path and version.
-_entries: dict[tuple[Path, str], Entry] = {}
-
-#: The corrupt entries that this process has warned of.
-_passed_over: set[Path] = set()
-
-
-def _read_listed(folder: Path, number: int, etag: str) -> Entry | None:
-    """Return an entry; ``None``, with a warning, if it is corrupt. Raises ``FileNotFoundError`` if it is not found."""
-    path = _path_of(folder, number)
-    if etag and (path, etag) in _entries:
-        return _entries[path, etag]
-    entry = _decode_entry(path) or _decode_entry(path)  # bytes may change on their way
-    if entry is None or entry.number != number:  # with another number, a stranger has written or copied it
-        if path not in _passed_over:
-            warn_caller(
-                f"{path} is corrupt, so it is not known which checkpoints its job continued: it is passed over. "
-                "If no job has written it, move it elsewhere"
-            )
-        _passed_over.add(path)
-        return None
-    if etag:
-        if len(_entries) >= _MAX_REMEMBERED:
-            _entries.clear()
-        _entries[path, etag] = entry
-    return entry
-
-
-def _decode_entry(path: Path) -> Entry | None:
-    try:
-        return msgspec.json.decode(store_of(path).read_small(path, _MAX_BYTES), type=Entry)
-    except StorageError as error:
-        if error.errno == errno.ENOENT:
-            raise FileNotFoundError(str(path)) from error
-        if error.errno in _NO_ENTRY:
-            return None
-        raise
-    except _UNDECODABLE:
-        return None
-
-
-def _find_entry(run: Path, number: int) -> Entry | None:
-    """Return one entry; ``None`` if there is none, because the directory has lost it, or if it is corrupt."""
-    folder = _folder_of(run)
-    etags = _list_entries(folder)
-    with suppress(FileNotFoundError):
-        return _read_listed(folder, number, etags[number]) if number in etags else None
-    return None
-
-
-class ShownHistory(msgspec.Struct, frozen=True):
-    """The entries of a history, from the newest to the oldest.
-
-    ``unreadable`` of those that were looked at are corrupt or cannot be read now. ``left_out`` were not looked at.
-    """
-
-    entries: Sequence[Entry] = ()
-    unreadable: int = 0
-    left_out: int = 0
-
-
-def read_entries(run: Path, wanted: Collection[int] = ()) -> ShownHistory:
-    """Return the entries of the history of a run directory, to show them.
-
-    Their number is bounded: the newest entry comes first, then the entries with the numbers ``wanted``, then all others
-    from the newest to the oldest. Entries that cannot be read are counted, and raise nothing. A branch that a newer
-    entry has is left out of the older ones.
-    """
-    folder = _folder_of(run)
-    listed = _list_entries(folder)
-    newest = max(listed, default=0)
-    by_use = sorted(listed, key=lambda number: (number != newest, number not in wanted, -number))
-    chosen = sorted(by_use[:_MAX_SHOWN], reverse=True)
-    entries: list[Entry] = []
-    looked_at = nbytes = 0
-    seen: set[tuple[str, int]] = set()
-    while looked_at < len(chosen) and nbytes < _MAX_SHOWN_BYTES:
-        batch = chosen[looked_at : looked_at + _BATCH]
-        looked_at += len(batch)
-        looks = map_requests(lambda one: _look_at_entry(_path_of(folder, one)), batch)
-        for number, (entry, size) in zip(batch, looks, strict=True):
-            nbytes += size
-            if entry is not None and entry.number == number:
-                new = {name: branch for name, branch in entry.runs.items() if (name, branch.incarnation) not in seen}
-                seen |= {(name, branch.incarnation) for name, branch in new.items()}
-                entries.append(msgspec.structs.replace(entry, runs=new))
-    return ShownHistory(entries, looked_at - len(entries), len(listed) - looked_at)
-
-
-def _look_at_entry(path: Path) -> tuple[Entry | None, int]:
-    """Return an entry and its size in bytes; no entry if it is corrupt or cannot be read."""
-    try:
-        data = store_of(path).read_small(path, _MAX_BYTES)
-        return msgspec.json.decode(data, type=Entry), len(data)
-    except (StorageError, *_UNDECODABLE):
-        return None, 0
-
-
-def _path_of(folder: Path, number: int) -> Path:
-    return folder / f"{number:08d}{_SUFFIX}"
-
-
-def _create(run: Path, entry: Entry) -> bool:
-    """Create an entry. Return whether no other job has. A store may ignore that it exists, or its reply may be lost.
-
-    Raises ``StateError`` if no reader would find an entry of this number: a file of a stranger has the highest one.
-    """
-    folder = _folder_of(run)
-    path, data = _path_of(folder, entry.number), msgspec.json.encode(entry)
-    if not _STEM.fullmatch(path.stem):
-        highest = _path_of(folder, entry.number - 1)
-        raise StateError(f"no number above that of {highest} is left for a job: move that file elsewhere")
-    store = store_of(run)
-    store.make_folder(folder)
-    return store.create_small(path, data)
-
-
-def add_entry(run: Path, make: Callable[[Entry, int], E], seen: tuple[Entry, int] | None = None) -> E:
-    """Add the entry that ``make`` returns for the newest one and the highest number; nothing if it returns ``None``.
-
-    It is called again if another job was faster. ``seen`` are these two at a look a moment ago: if there are newer
-    ones, the entry has a number that is taken.
-    """
-    for _ in range(_ATTEMPTS):
-        entry = make(*(seen or read_newest(run)))
-        if entry is None or _create(run, entry):
-            return entry
-        seen = None
-    raise StorageError(f"could not write into {_folder_of(run)}: other jobs do all the time")
-
-
-def remove_drafts(run: Path, seconds: float) -> None:
-    """Remove files older than ``seconds`` in a folder that were left by jobs which were killed while they claimed.
-
-    A job that is only stopped there gets an error when it goes on.
-    """
-    folder = _folder_of(run)
-    for name in posix.list_names(folder):
-        draft = folder / name
-        with suppress(StorageError):  # it has become an entry meanwhile, or another clean-up has removed it
-            if _DRAFT.fullmatch(name) and time.time() - posix.last_change_time(draft) > seconds:
-                posix.remove_file(draft)
-
-
-def read_token(run: Path) -> str:
-    """Return the token of the first entry, which identifies a run directory also after a move; "" without a history.
-
-    A copy of the directory has the same one.
-    """
-    entry = _find_entry(run, min(_list_entries(_folder_of(run)), default=0))
-    return "" if entry is None else entry.job.token
-
-
 def announce(run: Path, above: int) -> int:
     """Announce on rank 0 that a job will look into the tiers of its hosts. Return its number, above ``above``.
 
@@ -445,13 +197,13 @@ def is_of_earlier_job(run: Path, claimed: Claim, job: JobHistory) -> bool:
 
     The clocks of hosts may differ by some minutes.
     """
-    entry = _find_entry(run, claimed.incarnation)
+    entry = find_entry(run, claimed.incarnation)
     return entry is not None and entry.job.time < job.began - _MOST_CLOCK_DIFFERENCE
 
 
 def warn_of_lost_history(run: Path, claimed: Claim) -> None:
     """Warn if the entry of a job, which is not listed, is really missing: a list may lag."""
-    if not store_of(run).is_file(_path_of(_folder_of(run), claimed.incarnation)):
+    if not has_entry(run, claimed.incarnation):
         warn_caller(
             f"{run} has lost the history that this job has written into it: the directory was moved or removed "
             "meanwhile. What was saved before is where it was moved to; what is saved now is here"
@@ -525,7 +277,7 @@ def _find_own_claim(run: Path, job: JobHistory, newest: Entry) -> tuple[Claim, s
         follows = job.groups and base is not None and base.newest is not None and newest.is_current(base)
         if not is_claimed_there and not follows:
             continue
-        own = newest if newest.number == branch.incarnation else _find_entry(run, branch.incarnation)
+        own = newest if newest.number == branch.incarnation else find_entry(run, branch.incarnation)
         if own is not None and (own.job.groups == job.groups if job.groups else own.job.token == job.token):
             return Claim(name, branch.incarnation), own.job.token
     return None
@@ -546,7 +298,7 @@ def _warn_of_unread_tier(run: Path, base: LoadedBase, before: Entry) -> None:
     branch = before.runs.get(base.run)
     if branch is None or _has_claimed(run, Claim(base.run, branch.incarnation)):
         return
-    last = before if before.number == branch.incarnation else _find_entry(run, branch.incarnation)
+    last = before if before.number == branch.incarnation else find_entry(run, branch.incarnation)
     if last is not None and last.job.tier:
         warn_caller(
             f"the job before this one had a local tier, {last.job.tier}. If it was killed, the tier may have a later "
@@ -586,7 +338,7 @@ def _was_claimed_since(run: Path, base: LoadedBase, newest: Entry) -> bool:
 
 def _line_of(run: Path, base: LoadedBase) -> tuple[tuple[int, int], ...]:
     """Return the line of an abandoned checkpoint, which its own entry knows."""
-    own = _find_entry(run, base.incarnation)
+    own = find_entry(run, base.incarnation)
     branch = None if own is None else own.runs.get(base.run)
     return () if branch is None else branch.line
 

@@ -18,12 +18,13 @@ from rankless.formats.native import holds_checkpoint
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.run import tier_parts_removal
-from rankless.run.checkpoint_info import CheckpointInfo, displaced_checkpoints
-from rankless.run.claims import remove_drafts
+from rankless.run.checkpoint_info import CheckpointInfo
+from rankless.run.displaced_checkpoints import displaced_checkpoints, finish_interrupted_replace
 from rankless.run.owned_lock import ABANDONED_SECONDS
 from rankless.run.pending_lock import PendingLock, acquire_lock
 from rankless.run.protection import find_foreign_file, find_protection, warn_of_foreign
 from rankless.run.run_store import run_store_of
+from rankless.run.stored_history import remove_drafts
 from rankless.storage.atomic_rename import rename_noreplace, rename_path
 from rankless.storage.directory_trees import remove_tree
 from rankless.storage.posix import list_names, path_exists
@@ -77,34 +78,6 @@ def clean_up_first_saves(path: Path, tag: str) -> list[Path]:
         if (hidden.run not in runs or (hidden.tag == tag and hidden.state != "partial"))
         and _remove_if_dead(path, hidden, 0.0 if hidden.tag == tag else _ABANDONED_SECONDS)
     ]
-
-
-def finish_interrupted_replace(path: Path) -> set[str]:
-    """Give the displaced checkpoint its name back if its replacement died between two renames.
-
-    This happens only on file systems that cannot exchange two names. Return the names that were in the directory.
-
-    Loads of rank 0 call it before they look for a checkpoint, without a lock of their own; so it takes the lock of the
-    dead save.
-    """
-    names = list_names(path)
-    for hidden in displaced_checkpoints(names):
-        # A living save has the lock and continues by itself. Another process may have renamed the checkpoint already.
-        with suppress(OSError, RanklessError), closing(PendingLock(path, hidden)):
-            rename_noreplace(path / hidden.name, path / hidden.tag)
-    return names
-
-
-def restore_displaced(path: Path, name: HiddenName) -> bool:
-    """Give the checkpoint that ``name`` displaced its name back. Return false if it still has no name."""
-    for hidden in _find_displaced(path, name):
-        with suppress(RanklessError):
-            rename_noreplace(path / hidden.name, path / hidden.tag)
-    return not _find_displaced(path, name)
-
-
-def _find_displaced(path: Path, name: HiddenName) -> list[HiddenName]:
-    return [hidden for hidden in displaced_checkpoints(list_names(path)) if hidden.id == name.id]
 
 
 def _list_hidden(path: Path) -> list[HiddenName]:

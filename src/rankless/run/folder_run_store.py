@@ -13,22 +13,21 @@ import msgspec
 
 from rankless.errors import CheckpointReplacedError, StorageError, TagExistsError
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
-from rankless.run import folder_removal
 from rankless.run.checkpoint_info import (
     CheckpointInfo,
     RunScan,
-    displaced_checkpoints,
     read_info,
     read_info_strictly,
     recall_info,
     sort_infos,
     with_added_metrics,
 )
-from rankless.run.claims import read_history_in
+from rankless.run.displaced_checkpoints import displaced_checkpoints, finish_interrupted_replace
 from rankless.run.journal import MAX_BYTES
 from rankless.run.owned_lock import ABANDONED_SECONDS, OwnedLock, acquire_as_owner
 from rankless.run.records_folder import JOURNAL, OLDER_JOURNAL, records_of
 from rankless.run.run_store import StaleDirectory
+from rankless.run.stored_history import read_history_in
 from rankless.run.tier_parts_removal import FOLDER as PARTS
 from rankless.run.tier_parts_removal import LOCK as PARTS_LOCK
 from rankless.run.tier_parts_removal import select_parts
@@ -72,7 +71,7 @@ class FolderRunStore(msgspec.Struct, frozen=True):
 
     def repair_names(self) -> Collection[str]:
         """See :class:`RunStore`."""
-        return folder_removal.finish_interrupted_replace(self.run)
+        return finish_interrupted_replace(self.run)
 
     def find_named(self, tag: str) -> Path | None:
         """See :class:`RunStore`. A folder has its own name, unless a save that replaced it has died in between."""
@@ -114,10 +113,14 @@ class FolderRunStore(msgspec.Struct, frozen=True):
     def clean_up(self, run: str | None, tag: str | None, *, with_whole: bool) -> list[Path]:
         """See :class:`RunStore`."""
         del with_whole
+        from rankless.run import folder_removal  # noqa: PLC0415 - a load removes nothing
+
         return folder_removal.remove_dead_directories(self.run, run, tag)
 
     def delete(self, info: CheckpointInfo) -> bool:
         """See :class:`RunStore`."""
+        from rankless.run import folder_removal  # noqa: PLC0415 - as above
+
         return folder_removal.delete_unprotected(info)
 
     def remove_parts(self, is_unwanted: Callable[[int, str], bool]) -> list[Path]:

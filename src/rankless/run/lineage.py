@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from rankless.run.catalog import cached_checkpoints
-from rankless.run.claims import read_entries
 from rankless.run.history_tree import Incarnation, build_trees
+from rankless.run.stored_history import read_entries
 
 
 class Lineage(msgspec.Struct, frozen=True):

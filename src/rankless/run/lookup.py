@@ -24,7 +24,8 @@ from rankless.formats.detect import describe_contents, is_checkpoint, open_reade
 from rankless.formats.native import NativeReader, is_native, read_manifest
 from rankless.formats.reader import Reader
 from rankless.run.catalog import cached_checkpoints, find_checkpoint, is_run_directory, list_checkpoints
-from rankless.run.checkpoint_info import CheckpointInfo, displaced_checkpoints, is_rankless_checkpoint
+from rankless.run.checkpoint_info import CheckpointInfo, is_rankless_checkpoint
+from rankless.run.displaced_checkpoints import displaced_checkpoints
 from rankless.run.folder_names import is_saved_folder
 from rankless.run.run_store import run_store_of
 from rankless.run.tag_arguments import Best, resolve_tag

@@ -21,12 +21,12 @@ from rankless.run.checkpoint_info import (
     sort_infos,
     with_added_metrics,
 )
-from rankless.run.claims import read_history_in
 from rankless.run.folder_names import is_copied_folder, is_saved_folder, tag_of_folder
 from rankless.run.journal import MAX_OBJECTS
 from rankless.run.lease import LOCK_SECONDS, held_lease, remove_if_over
 from rankless.run.pointers import TAGS, Pointer, TagEntry, check_readable, find_tag, list_tags
 from rankless.run.run_store import StaleDirectory
+from rankless.run.stored_history import read_history_in
 from rankless.run.tier_parts_removal import FOLDER as PARTS
 from rankless.run.tier_parts_removal import select_parts
 from rankless.storage.object_path import ObjectPath, as_object

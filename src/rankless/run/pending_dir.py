@@ -30,7 +30,8 @@ from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.hidden_names import HiddenName
 from rankless.run.catalog import is_run_directory
 from rankless.run.checkpoint_info import read_info
-from rankless.run.folder_removal import give_back, restore_displaced
+from rankless.run.displaced_checkpoints import restore_displaced
+from rankless.run.folder_removal import give_back
 from rankless.run.history import KnownCheckpoint
 from rankless.run.pending_lock import PendingLock, acquire_lock
 from rankless.run.run_store import run_store_of

@@ -30,10 +30,11 @@ from rankless.ondisk import manifest
 from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.process.prepared_types import prepared
 from rankless.run.checkpoint_info import CheckpointInfo
-from rankless.run.claims import Claim, check_not_superseded, read_history
+from rankless.run.claims import Claim, check_not_superseded
 from rankless.run.corruption import find_corrupt
 from rankless.run.history import KnownCheckpoint
 from rankless.run.pointers import find_tag
+from rankless.run.stored_history import read_history
 from rankless.save.base_checkpoint import KnownRun, TensorVersions, UploadedBase, count_sharing_saves
 from rankless.save.object_publication import UNCHECKED, ObjectPublication, PublicationChecks
 from rankless.save.object_upload import ObjectUpload, note_of

@@ -24,11 +24,12 @@ from rankless.ondisk.validation import check_number, check_tag
 from rankless.ondisk.values import RANKS_FILE, SHARED_FILE
 from rankless.options import SaveOptions
 from rankless.run.catalog import cached_checkpoints
-from rankless.run.claims import JobHistory, check_not_superseded, read_history
+from rankless.run.claims import JobHistory, check_not_superseded
 from rankless.run.corruption import CorruptRecord, find_corrupt
 from rankless.run.ownership import checkpoint_of
 from rankless.run.retention import Retention
 from rankless.run.run_store import run_store_of
+from rankless.run.stored_history import read_history
 from rankless.save.metrics import read_metrics
 from rankless.state.training import TrainingObjects
 from rankless.storage import posix

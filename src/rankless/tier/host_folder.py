@@ -39,7 +39,7 @@ from rankless.errors import (
     SupersededError,
 )
 from rankless.process.prepared_types import prepared
-from rankless.run.claims import read_token
+from rankless.run.stored_history import read_token
 from rankless.storage.atomic_rename import create_small
 from rankless.storage.file_lock import FileLock
 from rankless.storage.filesystem_kind import is_local

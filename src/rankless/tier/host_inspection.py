@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rankless.errors import CorruptCheckpointError, StorageError
 from rankless.run.catalog import list_checkpoints
-from rankless.run.claims import read_history
+from rankless.run.stored_history import read_history
 from rankless.tier.generation import Common, check_table
 from rankless.tier.host_folder import TierFolder
 from rankless.tier.part import PartTable

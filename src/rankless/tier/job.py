@@ -29,18 +29,10 @@ from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.manifest import LARGEST
 from rankless.run.catalog import CheckpointIdentity, list_checkpoints, list_checkpoints_strictly
 from rankless.run.checkpoint_info import CheckpointInfo
-from rankless.run.claims import (
-    Claim,
-    JobHistory,
-    announce,
-    check_not_superseded,
-    claim,
-    numbering_of,
-    read_history,
-    read_token,
-)
+from rankless.run.claims import Claim, JobHistory, announce, check_not_superseded, claim, numbering_of
 from rankless.run.cleanup import delete_checkpoints
 from rankless.run.history import Entry, KnownCheckpoint
+from rankless.run.stored_history import read_history, read_token
 from rankless.storage.posix import list_names
 from rankless.storage.store import store_of
 from rankless.tier.generation_catalog import list_offers

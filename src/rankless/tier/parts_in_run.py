@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankless.errors import StorageError
-from rankless.run.claims import read_history
+from rankless.run.stored_history import read_history
 from rankless.run.tier_parts_removal import FOLDER, LOCK, remove_parts, remove_superseded_parts
 from rankless.storage.aligned_memory import Bytes
 from rankless.storage.atomic_rename import replace_file

@@ -16,10 +16,10 @@ import msgspec
 import pytest
 
 import rankless
-from rankless.run import claims
-from rankless.run.claims import read_entries
+from rankless.run import stored_history
 from rankless.run.history import Branch, Entry, Job
 from rankless.run.records_folder import FOLDER
+from rankless.run.stored_history import read_entries
 from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.run_directories import save_step, train_as_job
@@ -57,7 +57,7 @@ def write_entry(run: Path, entry: Entry) -> None:
 
 
 def newest_entry(run: Path) -> Entry:
-    return claims.read_history(run)
+    return stored_history.read_history(run)
 
 
 GRAPH = [
@@ -136,7 +136,7 @@ def test_a_crash_loop_is_one_line(run: Path) -> None:
 
 def test_reading_is_bounded_and_says_what_it_left_out(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries of jobs that have saved something are read first."""
-    monkeypatch.setattr(claims, "_MAX_SHOWN", 3)
+    monkeypatch.setattr(stored_history, "_MAX_SHOWN", 3)
     lines = show(run)
     assert lines[1:7] == GRAPH[1:7]
     assert lines[8:] == [
@@ -147,13 +147,13 @@ def test_reading_is_bounded_and_says_what_it_left_out(run: Path, monkeypatch: py
 
 
 def test_the_newest_entry_is_always_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "_MAX_SHOWN", 2)
+    monkeypatch.setattr(stored_history, "_MAX_SHOWN", 2)
     assert [entry.number for entry in read_entries(run, {1, 2, 3}).entries] == [5, 3]
 
 
 def test_the_bytes_that_are_read_are_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "_MAX_SHOWN_BYTES", 1)
-    monkeypatch.setattr(claims, "_BATCH", 2)
+    monkeypatch.setattr(stored_history, "_MAX_SHOWN_BYTES", 1)
+    monkeypatch.setattr(stored_history, "_BATCH", 2)
     history = read_entries(run)
     assert ([entry.number for entry in history.entries], history.left_out) == ([5, 4], 3)
 
@@ -245,14 +245,14 @@ def test_hostile_texts_are_escaped(run: Path) -> None:
 
 def test_a_list_without_the_tree_reads_the_newest_entry_only(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    decode = claims._decode_entry
+    decode = stored_history._decode_entry
 
     def note(path: Path) -> Any:
         read.append(path.name)
         return decode(path)
 
-    monkeypatch.setattr(claims, "_decode_entry", note)
-    monkeypatch.setattr(claims, "_look_at_entry", lambda *_: pytest.fail("an entry is read to show it"))
+    monkeypatch.setattr(stored_history, "_decode_entry", note)
+    monkeypatch.setattr(stored_history, "_look_at_entry", lambda *_: pytest.fail("an entry is read to show it"))
     invoke("ls", run)
     assert set(read) == {"00000005.json"}
 
