@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankless
 from rankless import run_directory
-from rankless.engine.io import staging_memory
 from rankless.engine.io.staging_memory import StagingMemory
 from rankless.save.background import background_saves
+from rankless.storage import cgroup_memory
 from tests.helpers.pool import Ranks
 
 #: The factor by which an estimate may miss what a rank stages.
@@ -108,7 +108,7 @@ def test_nothing_is_prepared_after_the_first_save() -> None:
 
 def test_nothing_is_prepared_if_the_cgroup_has_no_room() -> None:
     memory = StagingMemory()
-    with mock.patch.object(staging_memory, "free_cgroup_bytes", return_value=999):
+    with mock.patch.object(cgroup_memory, "free_cgroup_bytes", return_value=999):
         memory.prepare_buffer(1000)
     assert memory._prepared is None
 

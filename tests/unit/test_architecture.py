@@ -225,7 +225,7 @@ def test_a_save_and_a_load_import_few_modules(first_use: dict[str, Any]) -> None
     saved, loaded = first_use["save"], first_use["load"]
     assert not {name for name in loaded if name.startswith("torch.distributed.checkpoint")}
     assert len(modules_of_rankless(saved)) <= 204
-    assert len(modules_of_rankless(loaded)) <= 203
+    assert len(modules_of_rankless(loaded)) <= 204
 
 
 def test_a_save_without_generators_does_not_import_those_of_numpy(first_use: dict[str, Any]) -> None:
@@ -248,13 +248,14 @@ def test_a_save_and_a_load_run_few_modules_and_functions(first_use: dict[str, An
     the layout of a run became an object that is asked, instead of a question about the path in each function. Both
     last rose when the history and the journal left the folders that frameworks list, and that of a load when
     checkpoints could be edited, and by one function when rank 0 kept the CRCs of all ranks as columns. Both
-    rose last when two long files became four: claims and the stored history, removals and displaced checkpoints.
+    rose last when long files were divided: claims and the stored history, removals and displaced checkpoints, and a
+    restore of models, of optimizers and of the rest.
     """
     (save_modules, save_functions), (load_modules, load_functions) = first_use["ran"]
     assert save_modules <= 124
     assert save_functions <= 574
-    assert load_modules <= 124
-    assert load_functions <= 575
+    assert load_modules <= 127
+    assert load_functions <= 598
 
 
 def test_importing_rankless_imports_no_other_module_of_it() -> None:

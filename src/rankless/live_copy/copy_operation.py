@@ -31,7 +31,7 @@ from rankless.live_copy.merged_tensors import select_incomparable, select_unequa
 from rankless.observe.spans import traced
 from rankless.observe.warning import warn_caller
 from rankless.state.mismatches import format_lines
-from rankless.state.restore import list_merged
+from rankless.state.restore_context import list_merged
 
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -29,7 +29,8 @@ from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.mismatches import RestorePolicy
 from rankless.state.own_mesh_rank import find_mesh_rank
 from rankless.state.rank_states import SavedRankStates, restore_newcomer
-from rankless.state.restore import LoadTargets, Merged
+from rankless.state.restore import LoadTargets
+from rankless.state.restore_context import Merged
 from rankless.state.tensor_views import DTYPES, TensorView
 from rankless.state.training import TrainingObjects
 
@@ -114,7 +115,7 @@ class Receiver:
 
     def _equals_a_source(self, spec: GlobalSpec) -> bool:
         """Return whether this rank has the same tensors as some source rank, such as a stage of a pipeline."""
-        own = {key for key in self.targets.targets if key[0] in self.components} if self.targets else set()
+        own = {key for key in self.targets.tensors.by_source if key[0] in self.components} if self.targets else set()
         return any(
             own == {(tensor.group, tensor.name) for tensor in rank.tensors if tensor.group in self.components}
             for rank in spec.specs
@@ -129,7 +130,7 @@ class Receiver:
             return {}
         self.targets.materialize_models()
         self.targets.count_changes()
-        return {numbers[key]: self._bytes_of(key, target) for key, target in self.targets.targets.items()}
+        return {numbers[key]: self._bytes_of(key, target) for key, target in self.targets.tensors.by_source.items()}
 
     def _bytes_of(self, key: tuple[str, str], target: TensorView) -> TensorBytes:
         group, name = key
@@ -137,8 +138,8 @@ class Receiver:
 
     def check_aliases(self, global_rank: int) -> None:
         """Raise ``StateError`` if tensors that are one tensor in the source have other layouts or dtypes here."""
-        for (group, name), alias in self.targets.aliased_targets if self.targets else ():
-            first = self.targets.targets[group, name] if self.targets else alias
+        for (group, name), alias in self.targets.tensors.aliases if self.targets else ():
+            first = self.targets.tensors.by_source[group, name] if self.targets else alias
             if (_shard_of(first, global_rank), first.dtype) != (_shard_of(alias, global_rank), alias.dtype):
                 raise StateError(
                     f"{group} tensor {name!r} is tied to another one in the source; here both are separate, and have "
@@ -152,8 +153,8 @@ class Receiver:
         """
         if self.targets is None:
             return
-        for key, alias in self.targets.aliased_targets:
-            filled, sink = self._bytes_of(key, self.targets.targets[key]), self._bytes_of(key, alias)
+        for key, alias in self.targets.tensors.aliases:
+            filled, sink = self._bytes_of(key, self.targets.tensors.by_source[key]), self._bytes_of(key, alias)
             for start in range(0, filled.nbytes, CHUNK):
                 data = np.empty(min(CHUNK, filled.nbytes - start), np.uint8)
                 filled.copy_out(start, data)
@@ -197,7 +198,7 @@ def _check_separate(targets: LoadTargets, source: SourceState) -> None:
     for shard in source.captured.tensors.values():
         spans.setdefault(shard.device, []).append(shard.storage_span)
     taken = {device: merge_spans(on_device) for device, on_device in spans.items()}
-    for (group, name), target in targets.targets.items():
+    for (group, name), target in targets.tensors.by_source.items():
         if target.local.is_meta:
             continue
         start, stop = TensorBytes(target.local).storage_span

@@ -14,7 +14,7 @@ from rankless.engine.comm.session import Session
 from rankless.engine.integrity.replica_comparison import crc_of_shard
 from rankless.engine.io.device_streams import begin_copies
 from rankless.live_copy.copy_negotiation import SourceState
-from rankless.state.restore import Merged
+from rankless.state.restore_context import Merged
 
 #: The CRC of each shard of a tensor that a rank has: group, name, coordinate of the shard, CRC.
 _ShardCrcs = list[tuple[str, str, tuple[int, ...], int]]

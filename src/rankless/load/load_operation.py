@@ -70,7 +70,8 @@ from rankless.run.journal import append_entry, describe_event
 from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.mismatches import format_lines
 from rankless.state.rank_states import RankState, SavedRankStates, restore_resized, restore_same_world_size
-from rankless.state.restore import LoadTargets, Merged, list_merged
+from rankless.state.restore import LoadTargets
+from rankless.state.restore_context import Merged, list_merged
 from rankless.state.training import TrainingObjects
 from rankless.storage.filesystem_kind import is_local
 from rankless.storage.posix import host_id, list_names, path_exists
@@ -339,7 +340,7 @@ class LoadOperation:
 
     def _check_refilled(self, targets: LoadTargets, folder: Path) -> None:
         """Raise ``MismatchError`` if a failed attempt filled a tensor that this checkpoint does not fill."""
-        stale = sorted(self._selector.filled - targets.filled)
+        stale = sorted(self._selector.filled - targets.tensors.filled)
         if stale:
             raise MismatchError(f"{folder} has no {'/'.join(stale[0])}, which would keep values of another checkpoint")
 
@@ -430,7 +431,7 @@ class LoadOperation:
                 check_current(reader)
             return b""
 
-        self.filled = targets.filled
+        self.filled = targets.tensors.filled
         try:
             self._session.vote("reading", fill_targets, _encode, verify_crcs)
         except (CorruptCheckpointError, StorageError, CheckpointReplacedError) as error:

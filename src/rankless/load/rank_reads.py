@@ -146,7 +146,7 @@ class Reads(msgspec.Struct, frozen=True, dict=True):
             later_users=later_users,
             alias_ranges=[
                 _alias_file_ranges(
-                    _Alias(key, target, targets.targets[key], by_key[key]),
+                    _Alias(key, target, targets.tensors.by_source[key], by_key[key]),
                     mappings[key].info,
                     ranks,
                     files.locate_mapping(key[0], mappings[key]),
@@ -164,7 +164,7 @@ class Reads(msgspec.Struct, frozen=True, dict=True):
 
     def iter_stored(self, targets: LoadTargets) -> Iterator[_Key]:
         """Yield the stored tensors that fill the targets."""
-        for key in targets.targets:
+        for key in targets.tensors.by_source:
             yield from ((key[0], name) for name in self.mappings[key].names)
 
     def iter_file_ranges(self) -> Iterator[FileRange]:
@@ -201,15 +201,15 @@ class Reads(msgspec.Struct, frozen=True, dict=True):
 
         Each rank calls it in the vote "reading", in the thread of the caller.
         """
-        aliases = (target for _, target in targets.aliased_targets)
-        tensors = [target.local for target in (*targets.targets.values(), *aliases)]
+        aliases = (target for _, target in targets.tensors.aliases)
+        tensors = [target.local for target in (*targets.tensors.by_source.values(), *aliases)]
         return self._fill_targets(targets, ranks, session, _Moves(on_moved, make_readers, begin_copies(tensors)))
 
     def _fill_targets(self, targets: LoadTargets, ranks: RankGroup, session: Session, moves: _Moves) -> Fragments:
         sinks: dict[int, TensorBytes] = {}
         aliases = list(_iterate_aliases(targets, self.later_users))
-        for key in targets.targets.keys() - self.later_users.keys():
-            mapping, target = self.mappings[key], targets.targets[key]
+        for key in targets.tensors.by_source.keys() - self.later_users.keys():
+            mapping, target = self.mappings[key], targets.tensors.by_source[key]
             sink = _target_bytes(target, mapping.info)
             for part in mapping.ranges:
                 sinks[self.number[key[0], part.name]] = sink
@@ -260,10 +260,10 @@ def _find_later_users(mappings: Mapping[_Key, TensorMapping]) -> dict[_Key, None
 
 def _iterate_aliases(targets: LoadTargets, later_users: Collection[_Key]) -> Iterator[tuple[_Key, TensorView]]:
     """Yield the targets that are filled with stored tensors which also fill another target."""
-    yield from targets.aliased_targets
+    yield from targets.tensors.aliases
     for key in later_users:
-        if key in targets.targets:
-            yield key, targets.targets[key]
+        if key in targets.tensors.by_source:
+            yield key, targets.tensors.by_source[key]
 
 
 def _find_readable(

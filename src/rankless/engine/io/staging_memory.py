@@ -13,7 +13,6 @@ import threading
 import numpy as np
 
 from rankless.storage.aligned_memory import Bytes, aligned_buffer
-from rankless.storage.cgroup_memory import free_cgroup_bytes
 
 #: The most buffers that are kept while no save uses them: a model and its optimizer may be saved at the same time.
 _MOST_IDLE = 2
@@ -44,6 +43,8 @@ class StagingMemory:
 
         ``RunDirectory.prepare_staging`` calls it before the first asynchronous save, on each rank for itself.
         """
+        from rankless.storage.cgroup_memory import free_cgroup_bytes  # noqa: PLC0415 - only asynchronous saves need it
+
         with self._lock:
             room = free_cgroup_bytes()
             if self._is_used or self._prepared is not None or (room is not None and room < nbytes):
