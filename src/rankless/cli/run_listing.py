@@ -55,10 +55,7 @@ class RunListing:
         """Complete a list of checkpoints of a run. Raises ``InvalidArgumentError`` if ``best`` is no metric of them."""
         own = {info.tag: _own_bytes(info) for info in checkpoints}
         complete = [info for info in checkpoints if info.status == "complete"]
-        ranked = sort_by_metric(complete, *_parse_best(best)) if best is not None else []
-        if best is not None and complete and not ranked:
-            metrics = ", ".join(sorted({name for info in complete for name in info.metrics})) or "none"
-            raise InvalidArgumentError(f"no checkpoint has a finite metric {best!r}; there are: {metrics}")
+        ranked = [] if best is None else _rank(complete, *_parse_best(best))
         best_tag = ranked[0].tag if ranked else ""
         parts = list_parts_of_checkpoints(path, own)
         return cls(path, checkpoints, own, list_aliases(path), list_stale_directories(path), parts, best_tag)
@@ -71,6 +68,15 @@ class RunListing:
     def aliases_of(self, info: CheckpointInfo) -> list[str]:
         """Return the aliases of a checkpoint."""
         return [name for name, alias in self.aliases.items() if means(alias, info)]
+
+
+def _rank(complete: Sequence[CheckpointInfo], metric: str, mode: str) -> list[CheckpointInfo]:
+    """Return the checkpoints from the best to the worst. Raises ``InvalidArgumentError`` if none has the metric."""
+    ranked = sort_by_metric(complete, metric, mode)
+    if complete and not ranked:
+        metrics = ", ".join(sorted({name for info in complete for name in info.metrics})) or "none"
+        raise InvalidArgumentError(f"no checkpoint has a finite metric {metric!r}; there are: {metrics}")
+    return ranked
 
 
 def _own_bytes(info: CheckpointInfo) -> int:

@@ -130,7 +130,7 @@ class StreamLoader:
         batch_size: The number of samples of one batch of one rank.
         shuffle: Read the shards of each epoch in another order; else in their own.
         shuffle_buffer: The number of samples that each worker keeps, to take one at random; 0 leaves them in their
-            order.
+            order. It is emptied at the end of each epoch.
         seed: The order of shards depends only on the seed and the epoch.
         process_group: The ranks that share the data: the data-parallel dimension's ranks, if there are others. The
             default is the default group, or this process alone if there is none.
@@ -288,16 +288,22 @@ class StreamLoader:
 
 
 def _shuffle(samples: Iterator[_ShardSample], size: int, seed: str) -> Iterator[_ShardSample]:
-    """Yield samples in another order: each is drawn from so many; in their own if that is 0."""
+    """Yield samples in another order: each is drawn from so many of its epoch; in their own if that is 0.
+
+    All samples of an epoch come before the first one of the next.
+    """
     numbers = random.Random(seed)  # noqa: S311 - no secret
-    buffer = list(itertools.islice(samples, size))
-    for sample in samples:
-        if not buffer:
-            yield sample
-            continue
-        place = numbers.randrange(len(buffer))
-        yield buffer[place]
-        buffer[place] = sample
+    for _, epoch in itertools.groupby(samples, lambda sample: sample.shard[0]):
+        buffer = list(itertools.islice(epoch, size))
+        for sample in epoch:
+            if not buffer:
+                yield sample
+                continue
+            place = numbers.randrange(len(buffer))
+            yield buffer[place]
+            buffer[place] = sample
+        numbers.shuffle(buffer)
+        yield from buffer
 
 
 class _ShardReader(IterableDataset[_TracedBatch]):

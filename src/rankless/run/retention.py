@@ -145,8 +145,7 @@ class KeepBest(Retention):
     def select_kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
         """See :class:`Retention`."""
         del now
-        current = [info for info in checkpoints if info.is_current]
-        return {info.id for info in sort_by_metric(current, self.metric, self.mode)[: self.number]}
+        return {info.id for info in sort_by_metric(checkpoints, self.metric, self.mode)[: self.number]}
 
     def check_requirements(self, step: float | None, metrics: Mapping[str, float]) -> None:
         """See :class:`Retention`."""
@@ -177,12 +176,14 @@ class KeepNewerThan(Retention):
 def sort_by_metric(checkpoints: Sequence[CheckpointInfo], metric: str, mode: str) -> list[CheckpointInfo]:
     """Return the checkpoints that have a finite value of a metric, the best one first, of equal ones the newest.
 
-    ``checkpoints`` are sorted from the oldest to the newest. ``mode`` is ``"min"`` or ``"max"``.
+    Checkpoints that the run has abandoned, and corrupt ones, are left out. ``checkpoints`` are sorted from the oldest
+    to the newest. ``mode`` is ``"min"`` or ``"max"``. Policies, tags and lists have the same order from here.
     """
     sign = 1 if mode == "min" else -1
     measured = [
         (sign * value, -position, info)
         for position, info in enumerate(checkpoints)
+        if info.status == "complete" and info.is_current
         if (value := info.metrics.get(metric)) is not None and math.isfinite(value)
     ]
     return [info for *_, info in sorted(measured, key=lambda entry: entry[:2])]

@@ -102,7 +102,7 @@ def resolve_tag(path: Path, tag: str | Best) -> str:
 
 def _find_best(path: Path, selector: Best) -> str:
     complete = [info for info in list_checkpoints_strictly(path) if info.status == "complete"]
-    ranked = sort_by_metric([info for info in complete if info.is_current], selector.metric, selector.mode)
+    ranked = sort_by_metric(complete, selector.metric, selector.mode)
     if not ranked:
         metrics = sorted({name for info in complete for name in info.metrics})
         known = f"their metrics are {', '.join(metrics)}" if metrics else "they have no metrics"

@@ -162,6 +162,15 @@ class TestLs:
         ]
         assert marked == ([best] if best else [])
 
+    def test_an_abandoned_checkpoint_is_not_the_best(self, tmp_path: Path) -> None:
+        """A rollback after a spike abandons checkpoints, which may have the best values of all."""
+        for tag, loss in (("a", 3.0), ("b", 2.0), ("c", 1.0)):
+            rankless.save_checkpoint(tmp_path, tag, {"w": torch.ones(2)}, metrics={"loss": loss})
+        invoke("rollback", tmp_path, "b")
+        assert invoke_json("ls", tmp_path, "--best", "loss")["best"] == "b"
+        assert "(latest, best)" in invoke("ls", tmp_path, "--best", "loss").stdout
+        assert rankless.restore(tmp_path, rankless.best("loss"), {"w": torch.ones(2)}, resume=False).tag == "b"
+
     def test_a_wrong_mode_is_named(self, made: Path) -> None:
         assert "METRIC:max" in invoke("ls", made, "--best", "loss:most", code=2).stderr
         for metric in ("other", "bleu", ""):  # bleu is never finite

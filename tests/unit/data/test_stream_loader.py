@@ -173,6 +173,18 @@ def test_a_buffer_changes_the_order_and_nothing_else() -> None:
     assert sorted(plain)[:20] == sorted(whole(1))[:20]
 
 
+@pytest.mark.parametrize("size", [0, 1, 6, 1000])
+@pytest.mark.parametrize("stop", [0, 7])
+def test_a_buffer_ends_with_its_epoch(size: int, stop: int) -> None:
+    """So a training on one rank that ends with its epoch has used each sample once, also after a resume."""
+    total, loader = sum(LENGTHS), make(batch_size=1, shuffle_buffer=size)
+    used = take([loader], [stop])
+    following = make(batch_size=1, shuffle_buffer=size)
+    following.load_state_dict(loader.state_dict())
+    samples = used + take([following], [2 * total - stop])
+    assert Counter(samples[:total]) == Counter(samples[total:]) == whole(1)
+
+
 def test_a_state_stays_small() -> None:
     plan = StreamPlan(10_000, 0, shuffle=True)
     progress = StreamProgress()
