@@ -239,6 +239,31 @@ def test_a_position_is_not_taken_into_another_dataset(tmp_path: Path) -> None:
         rankless.restore(tmp_path, dataloader=rankless.ResumableLoader(Numbers(24), 3))
 
 
+def resume_with_new_data(path: str, samples: int, new_ok: list[str]) -> tuple[int, list[str], list[int]]:
+    """Resume and train for two steps. Return the first step, what is missing, and the samples of this rank."""
+    model, data = torch.nn.Linear(2, 2), rankless.ResumableLoader(Numbers(samples), 2, shuffle=False)
+    taken: list[int] = []
+    with rankless.Checkpointer(path, model=model, dataloader=data, save_every=2) as checkpointer:
+        start = checkpointer.resume(new_ok=new_ok)
+        restored = checkpointer.restored
+        for step, batch in zip(range(start + 1, start + 3), data, strict=False):
+            taken += numbers([batch])
+            checkpointer.step(step)
+    return start, [] if restored is None else list(restored.missing), taken
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.filterwarnings("ignore:loaded")
+def test_a_training_goes_on_with_new_data_if_that_is_asked_for(ranks: Ranks, tmp_path: Path, size: int) -> None:
+    first = ranks(size, resume_with_new_data, str(tmp_path), 20, [])
+    with pytest.raises(AssertionError) as raised:
+        ranks(size, resume_with_new_data, str(tmp_path), 24, [])
+    assert re.search(r"20 samples, and the dataset has 24 now.*\n.*allow_missing", str(raised.value.__cause__))
+    second = ranks(size, resume_with_new_data, str(tmp_path), 24, ["dataloader"])
+    assert [taken for *_, taken in second] == [taken for *_, taken in first]
+    assert all((start, missing) == (2, ["dataloader"]) for start, missing, _ in second)
+
+
 def test_a_position_that_means_nothing_is_found_before_anything_is_changed(tmp_path: Path) -> None:
     rankless.save_checkpoint(tmp_path, "s", {"w": torch.ones(3)}, dataloader=loader())
     weights = {"w": torch.zeros(3)}

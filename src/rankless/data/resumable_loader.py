@@ -180,11 +180,11 @@ class ResumableLoader:
                     f"data loaders were saved at different positions: {states[0]}, rank {rank}: {state}"
                 )
         if "length" not in states[0]:
-            raise MismatchError("the data loader that was saved is no ResumableLoader: load without dataloader=")
+            raise MismatchError("the data loader that was saved is no ResumableLoader")
         if states[0]["length"] != self._schedule.length:
             raise MismatchError(
                 f"the data loader was saved with {states[0]['length']} samples, and the dataset has "
-                f"{self._schedule.length} now: its position is not valid; load without dataloader= to start over"
+                f"{self._schedule.length} now: its position is not valid"
             )
 
 

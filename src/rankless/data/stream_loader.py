@@ -276,13 +276,13 @@ class StreamLoader:
         """Raise ``MismatchError`` if the states are not positions in this stream. It changes nothing."""
         for state in states:
             if not isinstance(state, Mapping) or "plan" not in state:
-                raise MismatchError("the data loader that was saved is no StreamLoader: load without dataloader=")
+                raise MismatchError("the data loader that was saved is no StreamLoader")
             if any(state[key] != states[0][key] for key in ("plan", "base", "size")):
                 raise MismatchError("the ranks that saved have read different streams")
         if states[0]["plan"]["count"] != self._plan.count:
             raise MismatchError(
                 f"the stream was saved with {states[0]['plan']['count']} shards, and has {self._plan.count} now: its "
-                "position is not valid; load without dataloader= to start over"
+                "position is not valid"
             )
         select_one_of_each_rank(states)
 

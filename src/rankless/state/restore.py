@@ -160,8 +160,9 @@ class LoadTargets:
         if state.loader and callable(check_states):
             try:
                 check_states(state.loader)
-            except MismatchError as error:
-                report.different.append(str(error))
+            except MismatchError as error:  # a load that may leave the position out begins the data anew
+                report.add_missing(LOADER, LOADER, str(error))
+                state.loader = ()
         if self._policy.rng and not state.has_generators():
             report.add_missing(RNG, RNG)
         if PER_RANK_CONTENT in state.lost and self._policy.per_rank_content:
