@@ -25,7 +25,14 @@ from typing import Any, Literal, Self, Unpack
 from rankless.engine.comm.call_check import CallDescription
 from rankless.engine.comm.collective_call import collective_call
 from rankless.engine.comm.process_group_argument import ProcessGroupArgument
-from rankless.errors import CorruptCheckpointError, EmptyRunError, InvalidArgumentError, StateError, StorageError
+from rankless.errors import (
+    CorruptCheckpointError,
+    EmptyRunError,
+    InvalidArgumentError,
+    NoCheckpointError,
+    StateError,
+    StorageError,
+)
 from rankless.formats.native import is_native
 from rankless.liveness.preemption import Preemption, preemption
 from rankless.load.restore_result import RestoreResult
@@ -346,7 +353,12 @@ class Checkpointer:
             if path is not None:
                 source = RunDirectory(path, process_group=self._process_group, timeout=self._timeout)
                 only_weights = replace(options, rng=False, resume=False, again=None, cast_dtype=True)
-                restored = source.restore(model=self._components["model"], options=only_weights)
+                try:
+                    restored = source.restore(model=self._components["model"], options=only_weights)
+                except NoCheckpointError as error:
+                    raise NoCheckpointError(f"init_from={str(path)!r}: {error}") from error
+                level = logging.DEBUG if self._directory.rank else logging.INFO
+                _log.log(level, "the weights are from %s", path)
                 self._directory.history.edits = restored.edits
         except BaseException:
             self._close_outside_block()

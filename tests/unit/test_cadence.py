@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Iterator
@@ -138,6 +139,19 @@ def test_the_interval_follows_what_saves_cost(tmp_path: Path) -> None:
     for _ in range(50):
         timed.restart(4000.0)
     assert costs.find_seconds() == pytest.approx(80_000, rel=0.01)  # saves take 5 % of the time, and no more
+
+
+def test_a_computed_interval_is_logged_if_it_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "rankless")
+    costs = CostOfSaves(tmp_path, Clock())
+    costs.find_seconds()
+    for cost in (2.0, 2.0, 2.1, 60.0):
+        costs.note(cost)
+        costs.find_seconds()
+    assert [record.getMessage() for record in caplog.records] == [
+        "saves a checkpoint every 587.88 s: a save costs 2.00 s",
+        "saves a checkpoint every 1831.92 s: a save costs 19.42 s",
+    ]
 
 
 def test_a_run_that_is_often_resumed_is_saved_more_often(tmp_path: Path) -> None:

@@ -43,5 +43,5 @@ def describe_base(one: Incarnation) -> str:
     """Describe the checkpoint that an incarnation continued, such as ``went back to step_10``; empty if not known."""
     if one.base is None:
         return "began the run" if one.begins else ""
-    tag = escape_control_characters(one.base_tag) or "a checkpoint that is corrupt or removed"
+    tag = escape_control_characters(one.base_tag) or "a checkpoint that is no longer in the list"
     return f"went back to {tag}" if one.goes_back else f"continued {tag}"

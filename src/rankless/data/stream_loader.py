@@ -293,7 +293,8 @@ def _shuffle(samples: Iterator[_ShardSample], size: int, seed: str) -> Iterator[
     All samples of an epoch come before the first one of the next.
     """
     numbers = random.Random(seed)  # noqa: S311 - no secret
-    for _, epoch in itertools.groupby(samples, lambda sample: sample.shard[0]):
+    for _, of_epoch in itertools.groupby(samples, lambda sample: sample.shard[0]):
+        epoch = iter(of_epoch)
         buffer = list(itertools.islice(epoch, size))
         for sample in epoch:
             if not buffer:

@@ -120,6 +120,9 @@ _encode = msgspec.msgpack.Encoder().encode
 _EncodedSpec = tuple[bytes, bytes]
 
 
+#: The begins of the names of components that a load without an optimizer does not want.
+_OF_OPTIMIZERS = ("optimizer", "scheduler")
+
 #: Advice if a checkpoint has tensors of other shapes.
 _OTHER_MODEL = "If this is another model, pass another path. To change a checkpoint, see rankless.edit."
 
@@ -173,12 +176,14 @@ class LoadOperation:
         if self._tier is not None:
             base = self._find_base() if folder.parent == self._request.path else None
             self._tier.finish(self._session, self._manifest, self.selected.generation, base)
-        result = self._build_result(reader, targets, verified=verified)
+        result, training = self._build_result(reader, targets, verified=verified), self._request.training
         self._reporter.report_unread(folder, [note[:3] for note in reader.unread if note.group == CONTENT])
-        # Trainers load the model by themselves, and then the rest: a line about each part would be of no use.
-        has_model = self._request.training.model is not None
+        # Trainers load the model by themselves, and then the rest: a line about each part would be of no use. And who
+        # passes a model without an optimizer wants none.
+        has_model, has_optimizer = training.model is not None, training.optimizer is not None
         if has_model:
-            self._reporter.report_not_requested(folder, result.not_requested)
+            others = [name for name in result.not_requested if has_optimizer or not name.startswith(_OF_OPTIMIZERS)]
+            self._reporter.report_not_requested(folder, others)
         self._reporter.report_loaded(folder, result.step, plan.nbytes, verified=verified, is_part=not has_model)
         if self._missing:
             warn_caller(f"loaded {folder}, but not all that was asked for:\n{format_lines(self._missing)}")

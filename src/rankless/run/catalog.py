@@ -17,6 +17,7 @@ import msgspec
 
 from rankless.errors import NoCheckpointError, RanklessError, StateError
 from rankless.formats.native import is_native
+from rankless.observe.units import format_count
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.data_files import WEIGHT_VERSIONS
 from rankless.ondisk.manifest import LARGEST, EditRecord
@@ -24,6 +25,9 @@ from rankless.run.checkpoint_info import CheckpointInfo, RunScan, is_rankless_ch
 from rankless.run.claims import JobHistory, check_not_superseded, claim, is_of_earlier_job, warn_of_lost_history
 from rankless.run.run_store import StaleDirectory, run_store_of
 from rankless.storage.store import store_of
+
+#: The most checkpoints that an error names.
+_SHOWN_TAGS = 5
 
 
 class CheckpointList(list[CheckpointInfo]):
@@ -75,10 +79,18 @@ def find_checkpoint(path: Path, tag: str) -> Path:
     infos = cached_checkpoints(path)
     if matches := [info.path for info in infos if info.tag == tag]:
         return matches[-1]
-    tags = [info.tag for info in infos]
-    earlier = f"{len(tags) - 5} earlier ones, and " if len(tags) > 5 else ""  # noqa: PLR2004 - the latest are enough
-    existing = f"there are {earlier}{', '.join(tags[-5:])}" if tags else "there is none at all"
-    raise NoCheckpointError(f"there is no checkpoint {tag!r} in {path}; {existing}")
+    raise NoCheckpointError(f"there is no checkpoint {tag!r} in {path}; {_describe_tags(infos)}")
+
+
+def _describe_tags(infos: Sequence[CheckpointInfo]) -> str:
+    """Say which checkpoints there are: the latest ones by name, earlier and abandoned ones by number."""
+    if not infos:
+        return "there is none at all"
+    current = [info.tag for info in infos if info.is_current]
+    shown, earlier, abandoned = current[-_SHOWN_TAGS:], len(current) - _SHOWN_TAGS, len(infos) - len(current)
+    more = [format_count(earlier, "earlier one")] if earlier > 0 else []
+    more += [f"{abandoned:,} abandoned"] if abandoned else []
+    return f"there {'is' if len(infos) == 1 else 'are'} {', '.join([*shown, *more])}"
 
 
 class CheckpointIdentity(msgspec.Struct, frozen=True):

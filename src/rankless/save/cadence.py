@@ -12,6 +12,7 @@ some would wait for a vote that others do not hold.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from typing import Literal, Protocol, SupportsIndex
 import msgspec
 
 from rankless.errors import InvalidArgumentError, RanklessError
+from rankless.observe.units import format_seconds
 from rankless.ondisk.validation import check_integer
 from rankless.run.journal import JournalEntry, read_journal
 
@@ -47,6 +49,11 @@ _MOST_SECONDS_BETWEEN = 86400.0
 
 #: The weight of the newest save in the average cost.
 _NEWEST_WEIGHT = 0.3
+
+#: A computed interval is logged again if it has changed by this factor.
+_LOGGED_CHANGE = 1.5
+
+_log = logging.getLogger("rankless")
 
 #: Asks rank 0 for a decision, and gives it to all ranks: all of them call it.
 Ask = Callable[[Callable[[], bytes]], bytes]
@@ -130,12 +137,20 @@ class CostOfSaves:
         self._run, self._clock = run, clock
         self._began, self._cost = clock(), 0.0
         self._before: tuple[float, int] | None = None
+        #: The interval that was logged last, in seconds.
+        self._logged = 0.0
 
     def find_seconds(self) -> float:
         """Return the interval, on rank 0."""
         if not self._cost:
             return _FIRST_SECONDS
-        return best_interval(self._cost, self._seconds_per_failure())
+        seconds = best_interval(self._cost, self._seconds_per_failure())
+        if not self._logged / _LOGGED_CHANGE < seconds < self._logged * _LOGGED_CHANGE:
+            self._logged = seconds
+            _log.info(
+                "saves a checkpoint every %s: a save costs %s", format_seconds(seconds), format_seconds(self._cost)
+            )
+        return seconds
 
     def note(self, seconds: float) -> None:
         """Note for how long a save kept the training; 0 if there was none."""

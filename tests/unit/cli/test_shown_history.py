@@ -229,7 +229,7 @@ def test_what_is_in_no_tree_is_in_a_table_before_it(run: Path) -> None:
     (run / ".step_9.fedcba9876543210.0123456789abcdef.partial").mkdir()
     lines = show(run, "--all", code=1)
     assert [line.split()[0] for line in lines[1:4]] == ["step_1", "step_9", "step_1:"]
-    assert "│ incarnation 2; went back to a checkpoint that is corrupt or removed" in lines
+    assert "│ incarnation 2; went back to a checkpoint that is no longer in the list" in lines
 
 
 def test_hostile_texts_are_escaped(run: Path) -> None:

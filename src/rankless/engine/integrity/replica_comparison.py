@@ -108,8 +108,9 @@ def _mismatch_message(names: Sequence[tuple[str, str]], first: int, ranks: Seque
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (
         f"ranks hold different values of {shown}{more}: rank {first} and rank {', '.join(map(str, ranks))} differ. "
-        "Either the replicas have diverged, or these are different tensors under one name (shards of one tensor must "
-        "be a DTensor; stages of a pipeline need names of their own)"
+        "Either the replicas have diverged, for example because ranks that hold the same parameters got other batches "
+        "(pass process_group= to their data loader), or these are different tensors under one name (shards of one "
+        "tensor must be a DTensor; stages of a pipeline need names of their own)"
     )
 
 

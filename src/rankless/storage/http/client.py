@@ -29,6 +29,8 @@ _THROTTLED = frozenset({429, 503})
 #: The codes of refusals of credentials, whatever their permissions.
 _UNKNOWN_CREDENTIALS = frozenset({"AuthenticationFailed", "InvalidAccessKeyId", "SignatureDoesNotMatch"})
 
+_MISSING_BUCKETS = frozenset({"NoSuchBucket", "ContainerNotFound"})
+
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _REDIRECT_ADVICE = (
     "pass the endpoint and the region of the bucket, or check whether a gateway or a login page is in between"
@@ -195,6 +197,8 @@ def _refusal(request: ObjectRequest, response: HttpResponse, code: str, *, is_re
     if response.status in _REDIRECTS:
         target = _redirect_target(response)
         message = f"{message}; the server redirects to {target}, which is not followed: {_REDIRECT_ADVICE}"
+    if code in _MISSING_BUCKETS:
+        message = f"{message.rstrip('.')}; create it, or pass the name of another: rankless creates none"
     number = _ERRNO_BY_STATUS.get(response.status, errno.EIO)
     described = f"could not {request.action} {request.path}: {message}"
     return RefusedRequestError(number, described, response.status, code, is_repeated=is_repeated)
