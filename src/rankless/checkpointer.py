@@ -415,6 +415,8 @@ class Checkpointer:
         }
         if self._is_stopping:
             _log.warning("the job got a signal to stop before step %d: leave the loop if step() returns true", step)
+        if self._models is not None:
+            self._models.begin_step()
         stops_now = self._is_stop_requested()
         self._is_stopping = stops_now or self._is_stopping
         if stops_now:
@@ -510,7 +512,7 @@ class Checkpointer:
             else:
                 failures.run_until_success(self._directory.wait)
             if self._models is not None:
-                failures.add(self._tolerance.filter(self._models.wait))
+                failures.run_until_success(self._models.wait)
             if error is None:
                 failures.raise_first(_LOOP_HAS_ENDED)
             else:

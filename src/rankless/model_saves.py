@@ -9,7 +9,6 @@ continued is decided on rank 0, in a vote, so that all ranks continue the same.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -22,17 +21,12 @@ import msgspec
 
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.errors import InvalidArgumentError, StateError
-from rankless.formats.native import STATE, NativeReader
-from rankless.run.catalog import claim_incarnation, list_checkpoints_strictly
-from rankless.run.checkpoint_info import CheckpointInfo
+from rankless.run.catalog import claim_incarnation
 from rankless.run.claims import LoadedBase
-from rankless.run.stored_history import read_history
+from rankless.run.model_origins import SUFFIX, Timeline, describe_origin, find_base, list_current, place_of
 from rankless.run_directory import RunDirectory
 from rankless.save.cadence import Ask, Cadence, as_cadence
 from rankless.storage.store import store_of
-
-#: The suffix that is added to the path of a run directory for its weights: for example, ``runs/a-models``.
-_SUFFIX = "-models"
 
 #: Runs a save of a tag, and raises its error or warns of it.
 Tolerating = Callable[[str, Ask], AbstractContextManager[None]]
@@ -41,13 +35,15 @@ Tolerating = Callable[[str, Ask], AbstractContextManager[None]]
 class ModelSaves:
     """Saves a model at a cadence of its own. All ranks make the same calls."""
 
-    def __init__(self, directory: RunDirectory, cadence: Cadence, model: Any) -> None:
-        self._directory, self._cadence, self._model = directory, cadence, model
+    def __init__(self, directory: RunDirectory, main: RunDirectory, cadence: Cadence, model: Any) -> None:
+        self._directory, self._main, self._cadence, self._model = directory, main, cadence, model
+        self._place = place_of(main.path, directory.path)
+        self._origin: Mapping[str, Any] = {}
 
     def check_new(self) -> None:
         """Raise ``StateError``, on rank 0 in a vote of the caller, if a training begins where another one has saved."""
         path = self._directory.path
-        if infos := _list_current(path):
+        if infos := list_current(path):
             raise StateError(
                 f"{path} has weights, the latest are {infos[-1].tag!r}: call resume() before step(), or pass another "
                 "run directory as models="
@@ -56,14 +52,15 @@ class ModelSaves:
     def continue_from(self, step: int) -> None:
         """Continue the newest weights of a step, or before it, after the training was resumed from there.
 
-        Later ones are abandoned. So they are if there are no earlier ones.
+        Later ones are abandoned, and weights that the training has left by going back. So they are if there are no
+        earlier ones. Raises ``StateError`` if the weights are of another training.
 
         :meth:`rankless.Checkpointer.resume` calls it on every rank.
         """
-        history = self._directory.history
+        history, main = self._directory.history, self._main
 
         def claim() -> bytes:
-            base = _find_base(self._directory.path, step)
+            base = find_base(self._directory.path, self._place, Timeline.of(main.path, main.history, step))
             if base is None:
                 return b""
             history.note_loaded(base, resumes=True)
@@ -75,6 +72,10 @@ class ModelSaves:
             history.note_loaded(msgspec.msgpack.decode(raw, type=LoadedBase), resumes=True)
         self._cadence.restart()
 
+    def begin_step(self) -> None:
+        """Note the last checkpoint before a step. :meth:`rankless.Checkpointer.step` calls it before it saves one."""
+        self._origin = describe_origin(self._place, self._main.history)
+
     def save_if_due(self, step: int, metrics: Mapping[str, Any], tolerating: Tolerating) -> None:
         """Save the model if that is due after a step.
 
@@ -85,7 +86,7 @@ class ModelSaves:
             return
         began, tag = time.perf_counter(), f"step_{step}"
         with tolerating(f"{directory.path / tag}", directory.ask_rank_0):
-            directory.save(tag, self._model, step=step, metrics=metrics, rng=False)
+            directory.save(tag, self._model, step=step, metrics=metrics, rng=False, user_content=self._origin)
         self._cadence.restart(time.perf_counter() - began)
 
     def wait(self) -> None:
@@ -122,39 +123,8 @@ def plan_model_saves(
             raise InvalidArgumentError(
                 f"{main.path} is a whole bucket: pass the run directory of the weights as models="
             )
-        models = main.path.with_name(main.path.name + _SUFFIX)
+        models = main.path.with_name(main.path.name + SUFFIX)
     directory = models if isinstance(models, RunDirectory) else open_directory(models)
     if directory.path.resolve() == main.path.resolve():
         raise InvalidArgumentError(f"models must be another run directory than {main.path}")
-    return ModelSaves(directory, as_cadence(every, directory.path), model)
-
-
-def _list_current(path: Path) -> list[CheckpointInfo]:
-    return [info for info in list_checkpoints_strictly(path) if info.status == "complete" and info.is_current]
-
-
-def _find_base(path: Path, step: int) -> LoadedBase | None:
-    """Return the base that the saves continue after a step, on rank 0; ``None`` if there is no checkpoint.
-
-    Raises ``StateError`` if the run directory is not one of weights alone.
-    """
-    infos = _list_current(path)
-    if not infos:
-        return None
-    latest = infos[-1]
-    reader = NativeReader(latest.path)
-    if "optimizer" in msgspec.json.decode(reader.read_small_file(STATE), type=dict[str, msgspec.Raw]):
-        raise StateError(
-            f"{path} is a run directory of checkpoints: {latest.tag!r} has an optimizer, and not only weights. Pass "
-            "another one as models="
-        )
-    token = secrets.token_hex(8)
-    before = [info for info in infos if info.step is not None and info.step <= step]
-    if not before:  # all of the run are abandoned
-        return LoadedBase(id="", run=latest.run, incarnation=0, sequence=0, tag="", newest=None, token=token)
-    base = before[-1]
-    newest = max(one.sequence for one in infos if one.run == base.run)
-    branch = read_history(path).runs.get(base.run)
-    seen = 0 if branch is None else branch.incarnation
-    # By its name, as it were, if later ones are to be abandoned.
-    return LoadedBase.of(base, base.tag, newest if newest == base.sequence else None, token, seen)
+    return ModelSaves(directory, main, as_cadence(every, directory.path), model)

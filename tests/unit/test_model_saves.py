@@ -19,7 +19,9 @@ import torch.distributed as dist
 import rankless
 from rankless.errors import InvalidArgumentError, StateError, StorageError, SupersededError
 from rankless.run import claims
+from rankless.run.model_origins import place_of
 from rankless.save import shard_writer
+from rankless.storage.location import parse_location
 from tests.helpers.pool import Ranks
 
 
@@ -41,6 +43,16 @@ def train(path: Any, until: int, *, tag: str | None = None, **options: Any) -> i
                 model.weight.fill_(step)
             checkpointer.step(step, {"loss": 1 / step})
     return begin
+
+
+def train_and_fail(path: Path, until: int, **options: Any) -> None:
+    """Train until after a step, and end as a killed process does: nothing more is saved."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with rankless.Checkpointer(path, model=model, optimizer=optimizer, signals=(), **options) as checkpointer:
+        for step in range(checkpointer.resume() + 1, until + 1):
+            checkpointer.step(step)
+        raise RuntimeError("killed")
 
 
 def values(path: Path) -> dict[str, float]:
@@ -184,6 +196,75 @@ def test_a_failure_is_only_a_warning_if_it_may_be(tmp_path: Path) -> None:
         with warnings.catch_warnings(record=True, action="always") as caught, pytest.raises(StorageError):
             train(tmp_path / "second", 2, save_model_every=1, on_failure="warn")  # only the last save raises
     assert sum("second-models/step_" in str(one.message) for one in caught) == 2
+
+
+@contextmanager
+def weights_that_cannot_be_written() -> Iterator[None]:
+    write = shard_writer.write_file_ranges
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        if "run-models" in repr(arguments):
+            raise StorageError(28, "no space left")
+        return write(*arguments, **options)
+
+    with mock.patch.object(shard_writer, "write_file_ranges", refuse):
+        yield
+
+
+def test_the_last_weights_of_a_block_are_saved_or_it_raises(tmp_path: Path) -> None:
+    """Also if failures may be warnings: nothing makes up for them any more."""
+    with weights_that_cannot_be_written(), pytest.raises(StorageError, match="no space"):
+        train(tmp_path / "run", 3, save_model_every=3, async_save=True, on_failure="warn")
+    assert list(values(tmp_path / "run")) == ["step_3"]
+
+
+def test_weights_of_another_training_are_not_continued(tmp_path: Path) -> None:
+    """Neither are weights that somebody has put there: they would be abandoned, and removed by a policy."""
+    weights = tmp_path / "weights"
+    train(tmp_path / "a", 4, save_model_every=2, models=rankless.RunDirectory(weights, keep=1))
+    with another_process(), pytest.raises(StateError, match=r"are of the training in \.\./a.* is in \.\./b"):
+        train(tmp_path / "b", 4, save_model_every=2, models=rankless.RunDirectory(weights, keep=1))
+    assert current(weights) == ["step_4"]
+    rankless.save_checkpoint(tmp_path / "final", "final", build(), step=9)
+    with another_process(), pytest.raises(StateError, match=r"are of something else"):
+        train(tmp_path / "b", 4, save_model_every=2, models=tmp_path / "final")
+    (tmp_path / "moved").mkdir()
+    for name in ("a", "weights"):
+        (tmp_path / name).rename(tmp_path / "moved" / name)
+    with another_process():
+        assert train(tmp_path / "moved/a", 6, save_model_every=2, models=tmp_path / "moved/weights") == 4
+    assert current(tmp_path / "moved/weights") == ["step_4", "step_6"]
+
+
+@pytest.mark.parametrize("keep", [None, 1])
+def test_weights_that_the_training_has_left_are_abandoned(tmp_path: Path, keep: int | None) -> None:
+    """A job without weights has saved these steps again, also if the checkpoint before them was removed since."""
+    run = tmp_path / "run"
+    with pytest.raises(RuntimeError):  # killed after step 8: the newest checkpoint is step_6
+        train_and_fail(run, 8, save_every=3, save_model_every=1)
+    assert train(run, 11, save_every=3, keep=keep) == 6
+    with another_process():
+        assert train(run, 12, save_model_every=1) == 11
+    assert current(tmp_path / "run-models") == [f"step_{step}" for step in (1, 2, 3, 4, 5, 6, 12)]
+    assert {"step_7", "step_8"} < values(tmp_path / "run-models").keys()
+
+
+def test_corrupt_weights_end_no_training(tmp_path: Path) -> None:
+    train(tmp_path / "run", 6, save_every=2, save_model_every=2)
+    (tmp_path / "run-models" / "step_6" / "state.json").write_text("{")
+    with another_process(), pytest.warns(UserWarning, match=r"step_6 are corrupt, and passed over"):
+        assert train(tmp_path / "run", 8, save_model_every=2) == 6
+    assert current(tmp_path / "run-models") == ["step_2", "step_4", "step_8"]
+
+
+@pytest.mark.parametrize(
+    ("run", "weights", "place"),
+    [("runs/a", "runs/a-models", "../a"), ("a/run", "b/c/weights", "../../../a/run"), ("a", "a/weights", "..")],
+)
+def test_the_place_of_a_training_is_relative(tmp_path: Path, run: str, weights: str, place: str) -> None:
+    assert place_of(tmp_path / run, tmp_path / weights) == place
+    assert place_of(parse_location(f"s3://b/{run}"), parse_location(f"s3://b/{weights}")) == place
+    assert place_of(parse_location("s3://b/run"), tmp_path / weights) == "s3://b/run"
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,6 @@ class DeferredErrors:
             raise
         self.raise_first(*notes)
 
-    def add(self, others: DeferredErrors) -> None:
-        """Add the errors that were collected elsewhere."""
-        self._errors += others._errors
-
     def add_note(self, note: str) -> None:
         """Add a note to the first error, if there is one."""
         if self._errors:

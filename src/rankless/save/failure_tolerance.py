@@ -97,16 +97,6 @@ class FailureTolerance:
         raw = ask(lambda: msgspec.msgpack.encode(self._clock() - self._durable_at))
         return msgspec.msgpack.decode(raw, type=float)
 
-    def filter(self, function: Callable[[], object]) -> DeferredErrors:
-        """Call a function until it raises nothing more. Return its errors but those that are warnings.
-
-        The end of a block calls it for saves of weights alone.
-        """
-        failures = DeferredErrors()
-        failures.run_until_success(function)
-        self.warn_instead(failures)
-        return failures
-
     def warn_instead(self, failures: DeferredErrors) -> None:
         """Warn of the failures of storage at the end of a block, if its last step is saved: they need not be raised.
 

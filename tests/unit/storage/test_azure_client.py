@@ -77,7 +77,7 @@ def test_a_missing_permission_is_named(fake: FakeAzure, folder: ObjectPath) -> N
 
 def test_a_missing_container_is_an_error_of_a_removal(fake: FakeAzure, folder: ObjectPath) -> None:
     store = folder.store
-    with pytest.raises(StorageError, match="ContainerNotFound.*create it"):
+    with pytest.raises(StorageError, match=r"ContainerNotFound.*create it"):
         store.remove_file(make_object_path(store, "missing/a"))
 
 

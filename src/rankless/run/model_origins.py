@@ -1,0 +1,151 @@
+"""The training that saved weights belong to, and the weights that a resumed training continues.
+
+Each save of weights alone (:mod:`rankless.model_saves`) has its origin in its user content: where the run directory of
+the training is, seen from the weights, and the incarnation of the training that saved them. So weights of another
+training are told apart, and weights of a branch that the training has left.
+
+Rank 0 asks it, in the vote "continuing the saved weights". The keys of an origin are on disks: they keep their names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rankless.errors import CorruptCheckpointError, StateError
+from rankless.formats.native import STATE, NativeReader
+from rankless.observe.warning import warn_caller
+from rankless.run.catalog import list_checkpoints_strictly
+from rankless.run.checkpoint_info import CheckpointInfo
+from rankless.run.claims import JobHistory, LoadedBase
+from rankless.run.stored_history import read_history
+
+#: The suffix that is added to the path of a run directory for its weights: for example, ``runs/a-models``.
+SUFFIX = "-models"
+
+#: The key of the origin in the user content.
+_TRAINING = "training"
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """The origin of saved weights.
+
+    ``run_directory`` is the run directory of the training, seen from the weights. ``incarnation`` is the training's
+    incarnation that saved them; 0 if it had not claimed one yet. ``after`` is the last checkpoint of the training
+    before them: its incarnation and its sequence number.
+    """
+
+    run_directory: str
+    incarnation: int = 0
+    after: tuple[int, int] = (0, 0)
+
+
+def place_of(run: Path, weights: Path) -> str:
+    """Return where a run directory is, seen from the run directory of its weights: both may be moved together.
+
+    For example, ``../a`` for ``runs/a`` and ``runs/a-models``.
+    """
+    ours, theirs = (str(path.resolve()).split("/") for path in (run, weights))
+    common = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))])
+    return "/".join([*[".."] * (len(theirs) - common), *ours[common:]]) if common else str(run)
+
+
+def describe_origin(place: str, training: JobHistory) -> dict[str, Any]:
+    """Return the user content of weights that are saved after the next step.
+
+    Rank 0's is stored: only it knows the incarnation.
+    """
+    incarnation = training.claim.incarnation if training.claim else 0
+    return {_TRAINING: msgspec.to_builtins(Origin(place, incarnation, training.point))}
+
+
+class Timeline(msgspec.Struct, frozen=True):
+    """The line of a training up to its present ``step``: its incarnations, each with the last sequence number in it.
+
+    ``line`` is ``None`` if nothing is known of its run: then every incarnation counts.
+    """
+
+    step: float
+    line: Mapping[int, float] | None = None
+
+    @classmethod
+    def of(cls, run: Path, training: JobHistory, step: float) -> Timeline:
+        """Return the line of a training that was just resumed from a step, or begins at step 0."""
+        loaded = training.base or training.claim
+        branch = read_history(run).runs.get(loaded.run) if step and loaded is not None else None
+        return cls(step, None if branch is None else {**dict(branch.line), branch.incarnation: math.inf})
+
+    def has(self, step: float, origin: Origin) -> bool:
+        """Return whether the training has come by weights of a step.
+
+        It has left an incarnation at the last checkpoint in its line: that has saved weights after it for nothing.
+        """
+        if step > self.step:
+            return False
+        if self.line is None or not origin.incarnation:
+            return True
+        last, (incarnation, sequence) = self.line.get(origin.incarnation), origin.after
+        return last is not None and (incarnation != origin.incarnation or sequence < last)
+
+
+def list_current(path: Path) -> list[CheckpointInfo]:
+    """Return the complete checkpoints of a run directory that are not abandoned, oldest first."""
+    return [info for info in list_checkpoints_strictly(path) if info.status == "complete" and info.is_current]
+
+
+def find_base(path: Path, place: str, timeline: Timeline) -> LoadedBase | None:
+    """Return the weights that the saves of a training at ``place`` continue; ``None`` if there are none to continue.
+
+    Weights whose values are corrupt are passed over, with a warning: no training resumes from them. Raises
+    ``StateError`` if the run directory is not one of weights of this training alone.
+    """
+    infos = list_current(path)
+    if not infos:
+        return None
+    token, found = secrets.token_hex(8), (info for info in reversed(infos) if _is_continued(info, place, timeline))
+    base = next(found, None)
+    if base is None:  # all of the run are abandoned
+        if not timeline.step:
+            warn_caller(
+                f"the training begins anew, and {path} has weights of an earlier one, the latest are "
+                f"{infos[-1].tag!r}: they are abandoned"
+            )
+        return LoadedBase(id="", run=infos[-1].run, incarnation=0, sequence=0, tag="", newest=None, token=token)
+    newest = max(one.sequence for one in infos if one.run == base.run)
+    branch = read_history(path).runs.get(base.run)
+    seen = 0 if branch is None else branch.incarnation
+    # By its name, as it were, if later ones are to be abandoned.
+    return LoadedBase.of(base, base.tag, newest if newest == base.sequence else None, token, seen)
+
+
+def _is_continued(info: CheckpointInfo, place: str, timeline: Timeline) -> bool:
+    """Return whether the training at ``place`` has come by these weights. Raises ``StateError`` if they are not its."""
+    try:
+        state = msgspec.json.decode(NativeReader(info.path).read_small_file(STATE), type=dict[str, Any])
+        content = state.get("user_content")
+        known = content.get(_TRAINING) if isinstance(content, dict) else None
+        origin = Origin("") if known is None else msgspec.convert(known, Origin)
+    except (CorruptCheckpointError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        warn_caller(f"the weights {info.path} are corrupt, and passed over: {error}")
+        return False
+    where = info.path.parent
+    if "optimizer" in state:
+        raise StateError(
+            f"{where} is a run directory of checkpoints: {info.tag!r} has an optimizer, and not only weights. Pass "
+            "another one as models="
+        )
+    # Weights that were saved before origins were stored have none: the default place belongs to its training.
+    is_default = where.name.endswith(SUFFIX) and place == f"../{where.name.removesuffix(SUFFIX)}"
+    if origin.run_directory != place and (origin.run_directory or not is_default):
+        owner = f"the training in {origin.run_directory}, seen from there" if origin.run_directory else "something else"
+        raise StateError(
+            f"the weights {info.tag!r} in {where} are of {owner}, and this training is in {place}. Pass another run "
+            "directory as models=, or move these weights elsewhere"
+        )
+    return info.step is not None and timeline.has(info.step, origin)
