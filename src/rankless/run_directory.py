@@ -397,6 +397,7 @@ class RunDirectory:
 
             chosen.check()
             selected = check_tag_argument(tag)
+            resumes = _is_resume_call(optimizer, dataloader) if chosen.resume is None else chosen.resume
             policy = RestorePolicy(
                 strict=chosen.strict if isinstance(chosen.strict, bool) else True,
                 lenient=_lenient_components(chosen.strict),
@@ -421,10 +422,9 @@ class RunDirectory:
                 local="none" if self._tier is None or self._local is None else self._local.describe(),
                 resume=chosen.resume,
                 goes_back_once=chosen.again is False,
-                edit=None if chosen.edit is None else _reader_edit(chosen.edit),
+                edit=None if chosen.edit is None else _reader_edit(chosen.edit, is_repeated=not resumes),
                 on_event=chosen.on_event or self._on_event,
             )
-            resumes = _is_resume_call(optimizer, dataloader) if chosen.resume is None else chosen.resume
             with span("load", "call", str(selected or "")):
                 return self._run_load(request, resumes=resumes, claims=chosen.resume is True)
 
@@ -629,12 +629,15 @@ def _lenient_components(strict: object) -> frozenset[str]:
     return frozenset(name for name, value in strict.items() if not value)
 
 
-def _reader_edit(edit: Any) -> Callable[[Reader], Reader]:
-    """Return how a load changes the values that it reads. Raises ``InvalidArgumentError`` if the recipe is invalid."""
+def _reader_edit(edit: Any, *, is_repeated: bool) -> Callable[[Reader], Reader]:
+    """Return how a load changes the values that it reads. Raises ``InvalidArgumentError`` if the recipe is invalid.
+
+    ``is_repeated``: also the values of a checkpoint that came about by this edit.
+    """
     from rankless.edits.apply_edits import ReaderEdit  # noqa: PLC0415 - few loads need its modules
     from rankless.edits.recipe import parse_recipe  # noqa: PLC0415 - as above
 
-    return ReaderEdit(parse_recipe(edit))
+    return ReaderEdit(parse_recipe(edit), is_repeated=is_repeated)
 
 
 def _is_resume_call(optimizer: Any, dataloader: Any) -> bool:

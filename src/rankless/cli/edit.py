@@ -16,7 +16,7 @@ from rankless.cli.output import print_json
 from rankless.errors import InvalidArgumentError
 from rankless.observe.terminal import escape_control_characters, terminal_console
 from rankless.observe.units import format_count
-from rankless.ondisk.data_files import SHARD_SIZE
+from rankless.ondisk.data_files import SHARD_SIZE, parse_size
 from rankless.storage.location import parse_location
 
 if TYPE_CHECKING:
@@ -70,11 +70,12 @@ def edit(  # noqa: PLR0917 - the options of a command
         raise InvalidArgumentError("pass one of --output PATH and --dry-run, which only shows what would change")
     chosen: str | list[str] = recipe or edits or []
     source, keys = resolve_path(checkpoint, tag), parse_keys(key)
-    options: dict[str, Any] = {"to": to, "model_only": model_only, "keys": keys, "layout": layout}
+    options: dict[str, Any] = {"to": to, "model_only": model_only, "keys": keys, "layout": layout, "step": step}
+    parse_size(max_shard_size)
     if output is None:
         _print_report(_explain(source, chosen, options), as_json=as_json)
         return
-    options |= {"step": step, "max_shard_size": max_shard_size, "verify": verify}
+    options |= {"max_shard_size": max_shard_size, "verify": verify}
     _write(source, parse_location(output), chosen, options)
     print_result(parse_location(output), to, as_json=as_json)
 

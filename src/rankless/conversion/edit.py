@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 
 from rankless.conversion.carried_values import carry_values
-from rankless.conversion.pipeline import Conversion, ConversionRequest
+from rankless.conversion.pipeline import Conversion, ConversionRequest, check_format
 from rankless.conversion.tensor_filter import TensorFilter
 from rankless.edits.apply_edits import EditReport, ReaderEdit, edit_reader
 from rankless.edits.recipe import Edit, parse_recipe
@@ -90,8 +90,7 @@ def edit(
     with collective_call(process_group, timeout):
         check_keys(keys)
         verbs = parse_recipe(edits)
-        if to in {NXD, "peft"}:
-            raise InvalidArgumentError(f"an edit cannot be written as {to!r}: write 'native', and convert that")
+        _check_format(to, step)
         request = ConversionRequest(
             parse_location(path),
             parse_location(output),
@@ -116,16 +115,24 @@ def explain_edit(
     model_only: bool = False,
     keys: Mapping[str, str] | None = None,
     layout: str | PathLike[str] | None = None,
+    step: int | None = None,
 ) -> EditReport:
     """Return the changes that an edit would make. Nothing is written. ``rankless edit --dry-run`` prints it.
 
     Raises the error of the edit if it is refused: of states that cannot follow, and of values.
     """
+    _check_format(to, step)
     reader, report = edit_reader(open_latest(path, _with_layout(keys, layout)), parse_recipe(edits))
     tensor_filter = _make_filter(to, model_only=model_only)
     tensor_filter.select_tensors(reader)
     carry_values(reader, tensor_filter)
     return report
+
+
+def _check_format(to: str, step: int | None) -> None:
+    if to in {NXD, "peft"}:
+        raise InvalidArgumentError(f"an edit cannot be written as {to!r}: write 'native', and convert that")
+    check_format(to, step)
 
 
 def _make_filter(to: str, *, model_only: bool) -> TensorFilter:

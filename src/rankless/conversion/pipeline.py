@@ -114,6 +114,14 @@ ADAPTERS = {
 }
 
 
+def check_format(to: str, step: int | None) -> None:
+    """Raise ``InvalidArgumentError`` if there is no format of this name, or if it has no place for the step."""
+    if to not in {*TARGETS, NXD}:
+        raise InvalidArgumentError(f"to must be one of {', '.join((*TARGETS, NXD))}; got {to!r}")
+    if step is not None and to not in HAVE_STEP:
+        raise InvalidArgumentError(f"the format {to!r} has no place for a training step: leave it out")
+
+
 @dataclass(frozen=True)
 class ConversionRequest:
     """The arguments of a conversion. ``small_files`` are added to a folder of Hugging Face or PEFT, by their names.
@@ -141,10 +149,7 @@ class ConversionRequest:
 
         Each rank calls it in the vote "reading the metadata"; for NxD, rank 0 in the vote "converting".
         """
-        if self.to not in {*TARGETS, NXD}:
-            raise InvalidArgumentError(f"to must be one of {', '.join((*TARGETS, NXD))}; got {self.to!r}")
-        if self.step is not None and self.to not in HAVE_STEP:
-            raise InvalidArgumentError(f"the format {self.to!r} has no place for a training step: leave it out")
+        check_format(self.to, self.step)
         if self.to in {"torch", "lightning"} and self.final.suffix == ".safetensors":
             raise InvalidArgumentError(
                 f"{self.final.name} would be read as a safetensors file: give it another extension, such as .pt or "

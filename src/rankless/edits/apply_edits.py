@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -137,7 +136,7 @@ def _open_others(verb: Average, reader: Reader) -> list[Reader]:
             f"average: {reader.path.parent} has {len(before) + 1} checkpoints up to {reader.path.name}, and not "
             f"{verb.last}"
         )
-    return [open_latest(Path(path)) for path in before]
+    return [open_latest(path) for path in before]
 
 
 def _identify(reader: Reader) -> str:

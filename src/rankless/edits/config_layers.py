@@ -39,6 +39,8 @@ def change_layers(config: dict[str, Any], order: Sequence[int], count: int, stac
         if not own and any(_own_parts(inner, stack) for inner in iterate_parts(part)):
             return {**config, key: change_layers(part, order, count, stack)}
     parts = [config[key] for key in own] or [*iterate_parts(config)]
+    for part in parts:
+        _check_numbers(part, stack)
     counts = [entry for part in parts for entry in _counts_of(part, stack).items()]
     further = sum(part[_FURTHER] for part in parts if type(part.get(_FURTHER)) is int)
     if further > 0 and count in {value + further for _, value in counts}:
@@ -63,6 +65,25 @@ def _own_parts(config: Mapping[str, Any], stack: str) -> list[str]:
     return [key for key in described if key not in text and key.removesuffix("_config") in words]
 
 
+def _check_numbers(config: Mapping[str, Any], stack: str) -> None:
+    """Raise ``InvalidArgumentError`` if an entry that would have to follow is not a whole number, or a list of them."""
+    numbers = [(key, [config.get(key)]) for key in (*_count_keys(config, stack), _DENSE, _FURTHER)]
+    numbers += [(key, config[key]) for key in _NUMBERS if isinstance(config.get(key), list)]
+    for key, values in numbers:
+        if not all(value is None or type(value) is int for value in values):
+            raise InvalidArgumentError(
+                f"layers: config.json has {key} {config[key]!r:.80}, where whole numbers are expected: correct it first"
+            )
+
+
+def _check_length(key: str, values: Sequence[Any], count: int) -> None:
+    if len(values) != count:
+        raise InvalidArgumentError(
+            f"layers: the stack has {count} layers, and {key} in config.json has {len(values)} elements: correct "
+            "config.json first"
+        )
+
+
 def _counts_of(config: Mapping[str, Any], stack: str) -> dict[str, int]:
     return {key: config[key] for key in _count_keys(config, stack) if type(config.get(key)) is int}
 
@@ -71,7 +92,11 @@ def _change_part(config: dict[str, Any], order: Sequence[int], count: int, stack
     found = _counts_of(config, stack)
     changed: dict[str, Any] = {key: len(order) for key, value in found.items() if value == count}
     for key in _LISTS:
-        if isinstance(config.get(key), list) and len(config[key]) == count:
+        if isinstance(config.get(key), list):
+            if changed:  # else the part is of another stack
+                _check_length(key, config[key], count)
+            if len(config[key]) != count:
+                continue
             changed[key] = [config[key][old] for old in order]
     for key in _NUMBERS:
         if isinstance(config.get(key), list):

@@ -20,6 +20,8 @@ from rankless.ondisk.validation import split_state_key, state_key
 #: The state of a vector that is trained by torch's ``Adafactor``; a matrix has factors instead.
 _OF_VECTOR = "variance"
 
+_NEW_STATES = "Edit the model alone (model_only=True, --model-only), and let the optimizer make its states"
+
 
 class Freeze(msgspec.Struct, frozen=True, tag_field="verb", tag="freeze", forbid_unknown_fields=True):
     """Take parameters out of the optimizer: their states are dropped, and the groups no longer list them.
@@ -70,14 +72,15 @@ class Unfreeze(msgspec.Struct, frozen=True, tag_field="verb", tag="unfreeze", fo
             )
         of_model = [*catalog.tensors[found[0].group], *catalog.tied.get(found[0].group, {})]
         names = {catalog.resolve(name) for name in _select(of_model, self.include, catalog, "unfreeze")}
-        return add_trained(catalog, dict.fromkeys(sorted(names), found[0]))
+        return add_trained(catalog, dict.fromkeys(sorted(names), found[0]), "unfreeze")
 
 
-def add_trained(catalog: Catalog, siblings: Mapping[str, Parameter]) -> Catalog:
+def add_trained(catalog: Catalog, siblings: Mapping[str, Parameter], verb: str) -> Catalog:
     """Return a catalog in which parameters have states like their siblings, and are in the groups of these.
 
     ``siblings`` has a parameter of the same model for each name. One without states may be in a group nevertheless: of
-    SGD. Raises ``InvalidArgumentError`` if one of the names has states already, in any optimizer.
+    SGD. Raises ``InvalidArgumentError``, which names the ``verb``, if one of the names has states already, in any
+    optimizer.
     """
     tensors = {group: dict(catalog.tensors[group]) for group in catalog.tensors}
     changes: list[Change] = []
@@ -87,12 +90,14 @@ def add_trained(catalog: Catalog, siblings: Mapping[str, Parameter]) -> Catalog:
     trained = {catalog.owner_of(group, split_state_key(key)[0]) for group in optimizers for key in tensors[group]}
     for name, like in siblings.items():
         if (like.group, name) in trained:
-            raise InvalidArgumentError(f"unfreeze: {name!r} has states in {catalog.label} already")
+            raise InvalidArgumentError(f"{verb}: {name!r} has states in {catalog.label} already")
         parameter = catalog.tensors[like.group][name]
-        _check_factors(catalog, like, parameter, name)
+        _check_factors(catalog, like, parameter, f"{verb}: {name!r}")
         for (group, state), tensor in like.states.items():
             listed = catalog.name_in(group, like.group, name)
-            tensors[group][state_key(listed, state)] = _new_state(parameter, state, tensor, like.tensor, name)
+            tensors[group][state_key(listed, state)] = _new_state(
+                parameter, state, tensor, like.tensor, f"{verb}: {name!r}"
+            )
             reconstructed.append(f"{state} of {name}")
         for group in dict.fromkeys(group for group, _ in like.states) or _optimizers_of(catalog, like):
             listed, its = (catalog.name_in(group, like.group, each) for each in (name, like.name))
@@ -105,15 +110,14 @@ def add_trained(catalog: Catalog, siblings: Mapping[str, Parameter]) -> Catalog:
     return added.with_changes(changes, reconstructed)
 
 
-def _check_factors(catalog: Catalog, like: Parameter, parameter: EditedTensor, name: str) -> None:
+def _check_factors(catalog: Catalog, like: Parameter, parameter: EditedTensor, subject: str) -> None:
     """Raise ``InvalidArgumentError`` for a matrix like a vector if the optimizer has factors of matrices: Adafactor."""
     if len(parameter.info.shape) < 2 or len(like.tensor.info.shape) > 1:  # noqa: PLR2004 - dimensions of a matrix
         return
     states = {split_state_key(key)[1] for group, _ in like.states for key in catalog.tensors[group]}
     if any(state == _OF_VECTOR or "row" in state for state in states):
         raise InvalidArgumentError(
-            f"unfreeze: {name!r} is a matrix, and {like.name!r} is none: their states in the optimizer differ. Leave "
-            "the parameter out, and let the optimizer make its states"
+            f"{subject} is a matrix, and {like.name!r} is none: their states in the optimizer differ. {_NEW_STATES}"
         )
 
 
@@ -125,13 +129,13 @@ def _optimizers_of(catalog: Catalog, parameter: Parameter) -> list[str]:
 
 
 def _new_state(
-    parameter: EditedTensor, state: str, like: EditedTensor, sibling: EditedTensor, name: str
+    parameter: EditedTensor, state: str, like: EditedTensor, sibling: EditedTensor, subject: str
 ) -> EditedTensor:
     """Return the state of a parameter that was never trained, given the same state of another one, its ``sibling``."""
     if sibling.info.shape == () != parameter.info.shape and state != STEP:
         raise InvalidArgumentError(
-            f"unfreeze: the parameter that {name!r} is like has one value, so that its state {state!r} does not tell "
-            "what a larger one has: name another parameter with like"
+            f"{subject}: the parameter that it is like has one value, so that its state {state!r} does not tell what a "
+            "larger one has: name another parameter with like"
         )
     if is_one_value(state, like, sibling):
         return Zeros(like.info)
@@ -140,8 +144,8 @@ def _new_state(
     if like.info.shape == sibling.info.shape:
         return Zeros(TensorInfo(like.info.dtype, parameter.info.shape))
     raise InvalidArgumentError(
-        f"unfreeze: no rule says what the state {state!r} of {name!r} is, because it does not have the shape of its "
-        "parameter: leave the parameter out, and let the optimizer make its states"
+        f"{subject}: no rule says what its state {state!r} is, because that does not have the shape of the parameter. "
+        + _NEW_STATES
     )
 
 

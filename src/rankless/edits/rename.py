@@ -9,6 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rankless.edits.catalog import Catalog, Change, Parameter, map_parameters
+from rankless.edits.slow_patterns import check_patterns
 from rankless.errors import InvalidArgumentError
 
 
@@ -26,6 +27,7 @@ class Rename(msgspec.Struct, frozen=True, tag_field="verb", tag="rename", forbid
         """Return the catalog with other names. Raises ``InvalidArgumentError`` if two would be equal."""
         if not self.names:
             raise InvalidArgumentError("rename: pass a regular expression with its replacement, such as ^net=model")
+        check_patterns(self.names, catalog.names())
         changes: list[Change] = []
         matched: set[str] = set()
 

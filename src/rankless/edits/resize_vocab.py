@@ -18,7 +18,7 @@ from rankless.edits.catalog import (
     keep_name,
     map_parameters,
 )
-from rankless.edits.config_parts import change_parts
+from rankless.edits.config_parts import change_parts, iterate_parts
 from rankless.edits.formulas import RowRange, Zeros, cast, join_rows, with_rows
 from rankless.edits.row_rules import RowRule, describe_size, parse_rule
 from rankless.errors import InvalidArgumentError
@@ -84,6 +84,8 @@ class ResizeVocab(msgspec.Struct, frozen=True, tag_field="verb", tag="resize-voc
 
         resized = map_parameters(catalog, resize, keep_name)
         refused = replace(resized, unread=(*catalog.unread, *unread))
+        if catalog.config and not any("vocab_size" in part for part in iterate_parts(catalog.config)):
+            changes.append(Change("model", "config.json has no vocab_size, and stays as it is"))
         return replace(refused, rows=self.size).with_changes(changes, reconstructed).with_config(self._change_config)
 
     def _find_names(self, catalog: Catalog) -> set[tuple[str, str]]:
@@ -165,8 +167,26 @@ class ResizeVocab(msgspec.Struct, frozen=True, tag_field="verb", tag="resize-voc
         return None
 
     def _change_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Name the new size wherever the configuration has one for the tokens of text."""
-        return change_parts(config, lambda part: {**part, "vocab_size": self.size} if "vocab_size" in part else part)
+        """Name the new size wherever the configuration has one for the tokens of text.
+
+        Raises ``InvalidArgumentError`` if a token that it names would have no row any more.
+        """
+        return change_parts(config, self._change_part)
+
+    def _change_part(self, part: dict[str, Any]) -> dict[str, Any]:
+        if "vocab_size" not in part:
+            return part
+        old = part["vocab_size"]
+        for key, value in part.items():
+            tokens = value if isinstance(value, list) else [value]
+            if key.endswith("_token_id") and any(
+                type(token) is int and self.size <= token and (type(old) is not int or token < old) for token in tokens
+            ):
+                raise InvalidArgumentError(
+                    f"resize-vocab: config.json has {key} {value}, and {self.size} rows end before that: correct it "
+                    "first, or keep more rows"
+                )
+        return {**part, "vocab_size": self.size}
 
 
 def _ends_with(name: str, ends: Sequence[str]) -> bool:

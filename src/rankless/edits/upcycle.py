@@ -141,7 +141,7 @@ class Upcycle(msgspec.Struct, frozen=True, tag_field="verb", tag="upcycle", forb
         added = replace(catalog, tensors=sorted_tensors)
         trained = {(parameter.group, parameter.name): parameter for parameter in added.parameters()}
         for group, pairs in siblings.items():
-            added = add_trained(added, {router: trained[group, sibling] for router, sibling in pairs})
+            added = add_trained(added, {router: trained[group, sibling] for router, sibling in pairs}, "upcycle")
         return added.with_changes([], [router for pairs in siblings.values() for router, _ in pairs])
 
     def _change_config(self, config: dict[str, Any]) -> dict[str, Any]:

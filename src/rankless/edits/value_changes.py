@@ -79,7 +79,9 @@ def _as_new(value: Any, key: str, name: str) -> Any:
         return value
     if isinstance(value, int | float):
         return type(value)(0)
-    raise InvalidArgumentError(f"unfreeze: no rule says what the value {key!r} of {name!r} is: name another parameter")
+    raise InvalidArgumentError(
+        f"no rule says what the value {key!r} of {name!r} is: edit the model alone, or name another parameter"
+    )
 
 
 def _kind(slot: str) -> str:

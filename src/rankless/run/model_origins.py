@@ -37,13 +37,14 @@ class Origin(msgspec.Struct, frozen=True):
     """The origin of saved weights.
 
     ``run_directory`` is the run directory of the training, seen from the weights. ``incarnation`` is the training's
-    incarnation that saved them; 0 if it had not claimed one yet. ``after`` is the last checkpoint of the training
-    before them: its incarnation and its sequence number.
+    incarnation that saved them; 0 if it had not claimed one yet. ``after_incarnation`` and ``after_sequence`` name the
+    last checkpoint of the training before them.
     """
 
     run_directory: str
     incarnation: int = 0
-    after: tuple[int, int] = (0, 0)
+    after_incarnation: int = 0
+    after_sequence: int = 0
 
 
 def place_of(run: Path, weights: Path) -> str:
@@ -62,7 +63,7 @@ def describe_origin(place: str, training: JobHistory) -> dict[str, Any]:
     Rank 0's is stored: only it knows the incarnation.
     """
     incarnation = training.claim.incarnation if training.claim else 0
-    return {_TRAINING: msgspec.to_builtins(Origin(place, incarnation, training.point))}
+    return {_TRAINING: msgspec.to_builtins(Origin(place, incarnation, *training.point))}
 
 
 class Timeline(msgspec.Struct, frozen=True):
@@ -90,8 +91,8 @@ class Timeline(msgspec.Struct, frozen=True):
             return False
         if self.line is None or not origin.incarnation:
             return True
-        last, (incarnation, sequence) = self.line.get(origin.incarnation), origin.after
-        return last is not None and (incarnation != origin.incarnation or sequence < last)
+        last = self.line.get(origin.incarnation)
+        return last is not None and (origin.after_incarnation != origin.incarnation or origin.after_sequence < last)
 
 
 def list_current(path: Path) -> list[CheckpointInfo]:

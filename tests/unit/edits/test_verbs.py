@@ -6,6 +6,7 @@ import json
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import rankless
+from rankless.edits import slow_patterns
 from rankless.errors import FormatError, InvalidArgumentError, MismatchError, NoCheckpointError, UnsupportedTensorError
+from rankless.storage.object_path import make_object_path
 from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.corruption import flip_tensor_bit
 from tests.helpers.edit_oracle import Lm, Oracle, make_optimizer, save_training, state_of, train_steps
+from tests.helpers.fake_http import BUCKET
+from tests.helpers.fake_s3 import AWS, FakeS3
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +188,38 @@ class TestResizeVocab:
         config = json.loads((made / "config.json").read_text())
         assert (config["vocab_size"], config["text_config"]["vocab_size"]) == (12, 12)
 
+    def test_tokens_that_the_configuration_names_keep_their_rows(self, tmp_path: Path, source: Path) -> None:
+        save_file({"embed_tokens.weight": torch.ones(10, 4)}, source / "model.safetensors", {"format": "pt"})
+        tokens = {"vocab_size": 10, "pad_token_id": 7, "eos_token_id": [1, 3], "image_token_id": 40}
+        (source / "config.json").write_text(json.dumps(tokens))
+        with pytest.raises(InvalidArgumentError, match="has pad_token_id 7, and 7 rows end before that"):
+            rankless.edit(source, tmp_path / "small", ["resize-vocab 7"], to="hf")
+        made = rankless.edit(source, tmp_path / "out", ["resize-vocab 8"], to="hf")
+        assert json.loads((made / "config.json").read_text()) == {**tokens, "vocab_size": 8}
+
+    def test_a_configuration_without_a_size_is_named(self, source: Path) -> None:
+        save_file({"embed_tokens.weight": torch.ones(10, 4)}, source / "model.safetensors", {"format": "pt"})
+        (source / "config.json").write_text('{"hidden_size": 4}')
+        shown = invoke_json("edit", source, "--dry-run", "--to", "hf", "resize-vocab 12")
+        assert "model: config.json has no vocab_size, and stays as it is" in shown["changes"]
+
+
+class TestRename:
+    @pytest.mark.parametrize("pattern", [r"^(\w+\.?)+!", r"^((\w+)\.?)*!"])
+    def test_an_expression_that_searches_for_ever_is_refused(self, tmp_path: Path, source: Path, pattern: str) -> None:
+        save_file({f"{'layer' * 10}.weight": torch.ones(2)}, source / "model.safetensors", {"format": "pt"})
+        with (
+            mock.patch.object(slow_patterns, "_SECONDS", 2.0),
+            pytest.raises(InvalidArgumentError, match="searches names for longer than 2 s"),
+        ):
+            rankless.edit(source, tmp_path / "out", [{"verb": "rename", "names": {pattern: "x"}}], to="hf")
+        assert not (tmp_path / "out").exists()
+
+    def test_repeats_that_end_are_allowed(self, run: Path, tmp_path: Path) -> None:
+        names = {r"^(?:embed_)+(.*)\.(.*)$": r"embedding.\1.\2"}
+        made = rankless.edit(run, tmp_path / "out", [{"verb": "rename", "names": names}])
+        assert "model/embedding.tokens.weight" in list(rankless.open(made))
+
 
 class TestLayers:
     def test_the_configuration_follows(self, tmp_path: Path, source: Path) -> None:
@@ -274,6 +311,12 @@ class TestLayers:
         [
             (b'{"num_hidden_layers": 5}', "has 3 layers, and config.json has num_hidden_layers 5"),
             (b'{"num_hidden_layers": 4, "text_config": {"n_layer": 5}}', "num_hidden_layers 4, n_layer 5"),
+            (b'{"num_hidden_layers": "3"}', "num_hidden_layers '3', where whole numbers are expected"),
+            (b'{"num_hidden_layers": true}', "num_hidden_layers True, where whole numbers"),
+            (b'{"num_hidden_layers": 3.0}', "num_hidden_layers 3.0, where whole numbers"),
+            (b'{"num_hidden_layers": 3, "mlp_only_layers": ["0"]}', r"mlp_only_layers \['0'\], where whole numbers"),
+            (b'{"num_hidden_layers": 3, "first_k_dense_replace": "1"}', "first_k_dense_replace '1', where whole"),
+            (b'{"num_hidden_layers": 3, "layer_types": ["a"]}', "layer_types in config.json has 1 elements"),
             (b"[1]", "no JSON object"),
             (b'{"num_hidden_layers": 3', "no JSON object"),
             (b"\xff", "no JSON object"),
@@ -409,6 +452,42 @@ class TestAverages:
         with pytest.raises(NoCheckpointError, match="has 2 checkpoints up to step_2, and not 3"):
             rankless.edit(run, tmp_path / "more", ["average 3"])
 
+    def test_checkpoints_of_a_run_in_a_bucket_are_averaged(self) -> None:
+        fake = FakeS3(AWS)
+        with fake.connected():
+            bucket = make_object_path(fake.store_at("http://fake"), BUCKET)
+            for step in (1, 2, 3):
+                model = {"w": torch.full((1,), float(step))}
+                rankless.save_checkpoint(bucket / "run", f"step_{step}", model, step=step)
+            rankless.edit(bucket / "run", bucket / "out", ["average 2"])
+            options: dict[str, Any] = {"edit": ["average 2"], "resume": False}
+            for path, more in ((bucket / "out", {}), (bucket / "run", options)):
+                loaded = {"w": torch.zeros(1)}
+                rankless.load_checkpoint(path, model=loaded, **more)
+                assert loaded["w"].item() == 2.5
+
+    def test_a_new_run_begins_with_an_edit_that_an_earlier_one_began_with(self, tmp_path: Path) -> None:
+        """An edit takes effect once in a run: if its job is started again, but not in a run that begins with it."""
+        expected = {"a": 0.0, "b": 2.5, "c": 12.5, "d": 12.5}
+        for run, source in (("a", None), ("b", "a"), ("c", "b")):
+            model = nn.ParameterDict({"w": torch.zeros(1)})
+            with rankless.Checkpointer(tmp_path / run, model=model, save_every=1, signals=()) as checkpointer:
+                options: dict[str, Any] = {"init_from": tmp_path / source, "edit": ["average 2"]} if source else {}
+                began = checkpointer.resume(**options)
+                assert model["w"].item() == expected[run]
+                for step in range(began + 1, began + 4):
+                    with torch.no_grad():
+                        model["w"].fill_(step + (10.0 if run == "b" else 0.0))
+                    checkpointer.step(step)
+        loaded = {"w": torch.zeros(1)}
+        rankless.restore(tmp_path / "b", model=loaded, edit=["average 2"])
+        rankless.edit(tmp_path / "b", tmp_path / "d", ["average 2"])
+        assert loaded["w"].item() == float(rankless.open(tmp_path / "d")["model/w"][0]) == expected["d"]
+        model = nn.ParameterDict({"w": torch.zeros(1)})
+        restarted = rankless.Checkpointer(tmp_path / "b", model=model, signals=())
+        restarted.resume(init_from=tmp_path / "a", edit=["average 2"])
+        assert model["w"].item() == 13.0
+
     def test_integers_are_those_of_the_newest(self, tmp_path: Path) -> None:
         for step in (1, 2):
             model = {"w": torch.tensor([float(step)]), "n": torch.tensor(step)}
@@ -503,6 +582,17 @@ class TestRecipes:
         assert "optimizer: lm_head.bias: frozen, its states are dropped" in shown["changes"]
         assert "rows 10 to 11 of lm_head.weight" in shown["new"]
         assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize(
+        "options",
+        [("--to", "bogus"), ("--to", "nxd"), ("--max-shard-size", "bogus"), ("--to", "safetensors", "--step", "3")],
+    )
+    def test_a_dry_run_refuses_what_the_edit_refuses(self, run: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+        refused = [
+            invoke("edit", run, *target, *options, "resize-vocab 12", code=2).stderr
+            for target in (["--dry-run"], ["-o", tmp_path / "out"])
+        ]
+        assert refused[0] == refused[1]
 
     @pytest.mark.parametrize(
         "text",
