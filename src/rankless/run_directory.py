@@ -46,6 +46,7 @@ from rankless.save.base_checkpoint import BaseCheckpoint, KnownRun, loaded_base
 from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
 from rankless.save.job_memory import JobMemory
+from rankless.state.loader_group import as_loader
 from rankless.state.training import TrainingObjects
 from rankless.storage.location import parse_location
 from rankless.storage.store import store_of
@@ -187,7 +188,7 @@ class RunDirectory:
             scheduler: An object with ``state_dict`` and ``load_state_dict``, or a state dict. Saved from rank 0.
             user_content: A tree of plain values, tensors and arrays. Saved from rank 0.
             dataloader: An object with ``state_dict`` and ``load_state_dict``, such as torchdata's
-                ``StatefulDataLoader``. Each rank's state is saved.
+                ``StatefulDataLoader``. Each rank's state is saved. Of several, a dict by name.
             stateful: A dict of objects with ``state_dict`` and ``load_state_dict`` that have the same state on all
                 ranks, such as ``{"scaler": scaler}``.
             per_rank_content: A tree of values like ``user_content``, but saved from each rank and returned to that
@@ -243,7 +244,7 @@ class RunDirectory:
                 user_content,
                 per_rank_content,
                 stateful,
-                dataloader,
+                as_loader(dataloader),
                 chosen.rng,
                 state_dict_hooks=chosen.state_dict_hooks,
                 frozen_apart=chosen.frozen == "apart",
@@ -412,7 +413,9 @@ class RunDirectory:
             request = LoadRequest(
                 path=self.path,
                 tag=selected,
-                training=TrainingObjects(model, optimizer, scheduler, stateful=stateful, dataloader=dataloader),
+                training=TrainingObjects(
+                    model, optimizer, scheduler, stateful=stateful, dataloader=as_loader(dataloader)
+                ),
                 policy=policy,
                 verify=chosen.verify,
                 share_reads=chosen.share_reads,

@@ -139,7 +139,7 @@ def test_weights_that_do_not_fit_or_have_no_model_are_refused(tmp_path: Path) ->
         )
     with pytest.raises(rankless.InvalidArgumentError, match="pass model= to Checkpointer"):
         rankless.Checkpointer(tmp_path / "run", signals=()).resume(init_from=tmp_path / "base")
-    with pytest.raises(rankless.NoCheckpointError, match="init_from='.*none'"):
+    with pytest.raises(rankless.NoCheckpointError, match=r"init_from='.*none'"):
         rankless.Checkpointer(tmp_path / "run", model=torch.nn.Linear(2, 2), signals=()).resume(
             init_from=tmp_path / "none"
         )

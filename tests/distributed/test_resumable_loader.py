@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import warnings
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,67 @@ def test_a_position_is_not_taken_into_another_dataset(tmp_path: Path) -> None:
     rankless.save_checkpoint(tmp_path, "s", dataloader=loader())
     with pytest.raises(MismatchError, match=r"saved with 23 samples, and the dataset has 24"):
         rankless.restore(tmp_path, dataloader=rankless.ResumableLoader(Numbers(24), 3))
+
+
+def steps_of_two_loaders(path: str, until: int) -> list[tuple[list[int], list[int]]]:
+    """Train on a stream and a dataset at once. Return the samples of both in each step."""
+    stream = rankless.StreamLoader([0, 1, 2, 3, 4, 5], read_hundreds, batch_size=1)
+    data = rankless.ResumableLoader(Numbers(24), 1, collate_fn=collate)
+    model, taken = torch.nn.Linear(2, 2), []
+    with rankless.Checkpointer(
+        path, model=model, dataloader={"stream": stream, "data": data}, save_every=1
+    ) as checkpointer:
+        steps = range(checkpointer.resume() + 1, until + 1)
+        for step, first, second in zip(steps, stream, data, strict=False):
+            taken.append((first.tolist(), numbers([second])))
+            checkpointer.step(step)
+    return taken
+
+
+def read_hundreds(shard: int, start: int) -> Iterator[int]:
+    return iter(range(100 * shard + start, 100 * shard + 4))
+
+
+def test_several_loaders_go_on_on_other_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    taken = []
+    for size, until in ((2, 3), (2, 6), (1, 18)):
+        taken += [step for one in ranks(size, steps_of_two_loaders, str(tmp_path), until) for step in one]
+    samples = [sorted(sample for step in taken for sample in step[loader]) for loader in (0, 1)]
+    assert samples == [sorted(100 * shard + number for shard in range(6) for number in range(4)), list(range(24))]
+
+
+@pytest.mark.parametrize(
+    ("loaders", "message"),
+    [
+        ({}, "a dict of them by name"),
+        ({1: None}, "a dict of them by name"),
+        ({"a": torch.nn.Linear(1, 1)}, "'a' is a Linear, which has no load_state_dicts"),
+        ({"a": 3}, "the data loader must have state_dict"),
+    ],
+)
+def test_a_dict_of_other_objects_is_refused(tmp_path: Path, loaders: Any, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        rankless.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, dataloader=loaders)
+
+
+def test_loaders_of_other_names_are_told(tmp_path: Path) -> None:
+    rankless.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, dataloader={"a": loader()})
+    for others in ({"b": loader()}, {"a": loader(), "b": loader()}):
+        with pytest.raises(MismatchError, match="saved were: 'a'"):
+            rankless.restore(tmp_path, None, {"w": torch.ones(1)}, dataloader=others)
+    with pytest.raises(MismatchError, match="no ResumableLoader"):
+        rankless.restore(tmp_path, None, {"w": torch.ones(1)}, dataloader=loader())
+
+
+def pass_a_stream_as_stateful(path: str) -> None:
+    stream = rankless.StreamLoader([0, 1, 2], read_hundreds)
+    with pytest.raises(InvalidArgumentError, match=r"'b' is a data loader, .* pass it as dataloader="):
+        rankless.save_checkpoint(path, "s", {"w": torch.ones(1)}, stateful={"b": stream})
+
+
+def test_a_stream_is_no_stateful_object(ranks: Ranks, tmp_path: Path) -> None:
+    """Each rank has a position, and a stateful object has the same state on all ranks."""
+    ranks(2, pass_a_stream_as_stateful, str(tmp_path))
 
 
 def resume_with_new_data(path: str, samples: int, new_ok: list[str]) -> tuple[int, list[str], list[int]]:

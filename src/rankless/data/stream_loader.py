@@ -124,7 +124,7 @@ class StreamLoader:
 
     Args:
         shards: A value for each shard, which ``read`` gets: names of files, numbers, whatever can be pickled. All ranks
-            pass the same, in the same order; a resumed training may not have others.
+            pass the same, in the same order; a resumed training may not have others, but in another folder.
         read: Is called with a shard and a number, and yields the samples of the shard from the one with this number
             on: the same ones, in the same order, each time.
         batch_size: The number of samples of one batch of one rank.
@@ -161,13 +161,15 @@ class StreamLoader:
             raise InvalidArgumentError(
                 "persistent_workers: workers of a StreamLoader begin at its position; leave it out"
             )
+        if options.pop("drop_last", False):
+            raise InvalidArgumentError("drop_last: a StreamLoader has no last batch, all are full; leave it out")
         if process_group is not None and not options.get("in_order", True):
             raise InvalidArgumentError(
                 "in_order=False: ranks outside of process_group get the same data, and would get it in another order"
             )
         ranks = RankGroup(process_group)
         self._rank, self._size = ranks.rank, ranks.size
-        self._names = _digest_names(shards)
+        self._names, self._relative_names = _digest_names(shards), _digest_names(_relative(shards))
         self._sharing_ranks = describe_members(ranks, process_group)
         self._plan = StreamPlan(len(shards), seed, shuffle)
         #: The common progress of all ranks when they began, or were resumed, and the progress of this one since.
@@ -250,7 +252,7 @@ class StreamLoader:
         """Return the position after the last batch returned: this rank's, and the common one that all began from."""
         plan = self._plan
         settings = {"count": plan.count, "seed": plan.seed, "shuffle": plan.shuffle}
-        own = {"rank": self._rank, "size": self._size, "own": self._own.to_state()}
+        own = {"rank": self._rank, "size": self._size, "own": self._own.to_state(), "names": self._relative_names}
         return {**own, "plan": settings, "base": self._base.to_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -283,6 +285,11 @@ class StreamLoader:
             raise MismatchError(
                 f"the stream was saved with {states[0]['plan']['count']} shards, and has {self._plan.count} now: its "
                 "position is not valid"
+            )
+        if states[0].get("names", self._relative_names) != self._relative_names:
+            raise MismatchError(
+                "the stream was saved with other shards, or with the same in another order: its position is not valid. "
+                "Sort the names"
             )
         select_one_of_each_rank(states)
 
@@ -345,13 +352,18 @@ class _ShardReader(IterableDataset[_TracedBatch]):
         empty = 0
         for shard, progress in work:
             number, ahead = progress.next, set(progress.ahead)
+            held: _ShardSample | None = None
             for value in self._read(self._shards[shard[1]], number):
                 if number not in ahead:
-                    yield _ShardSample(shard, number, value)
-                    empty = -1
+                    if held is not None:
+                        yield held
+                    held = _ShardSample(shard, number, value)
                 number += 1
+            # The length comes with the last sample: the training that has got it knows that the epoch has ended.
             self._lengths.append((shard, number))
-            empty += 1
+            if held is not None:
+                yield held
+            empty = 0 if held is not None else empty + 1
             if empty > max(_MOST_EMPTY, 2 * len(self._shards)):
                 raise StateError(
                     "no shard of the stream that this worker reads has a sample. If `read` uses a library that divides "
@@ -364,6 +376,19 @@ def _digest_names(shards: Sequence[Any]) -> str:
     if isinstance(shards, range) or not all(isinstance(shard, str | int | PathLike) for shard in shards):
         return ""
     return f" ({zlib.crc32(chr(10).join(map(str, shards)).encode(errors='surrogatepass')):08x})"
+
+
+def _relative(shards: Sequence[Any]) -> Sequence[Any]:
+    """Return the names of shards without the folders that all of them are in: data may be moved.
+
+    For example, ``["0.tar", "1.tar"]`` for ``["/data/0.tar", "/data/1.tar"]``.
+    """
+    if not all(isinstance(shard, str | PathLike) for shard in shards):
+        return shards
+    parts = [str(shard).split("/") for shard in shards]
+    levels = zip(*(folders[:-1] for folders in parts), strict=False)
+    shared = len([*itertools.takewhile(lambda level: len(set(level)) == 1, levels)])
+    return ["/".join(folders[shared:]) for folders in parts]
 
 
 def _keep(batch: Any) -> Any:

@@ -19,6 +19,7 @@ from rankless.live_copy.copy_result import CopyResult
 from rankless.ondisk.validation import check_timeout
 from rankless.process.gc_pause import gc_paused
 from rankless.save.background import background_saves
+from rankless.state.loader_group import as_loader
 from rankless.state.mismatches import RestorePolicy, as_components
 from rankless.state.training import TrainingObjects
 
@@ -118,7 +119,9 @@ def copy_state(
             rng=optimizer is not None if rng is None else rng,
             allow_missing=as_components(allow_missing) | ({"rng"} if rng is None else set()),
         )
-        objects = TrainingObjects(model, optimizer, scheduler, user_content, stateful=stateful, dataloader=dataloader)
+        objects = TrainingObjects(
+            model, optimizer, scheduler, user_content, stateful=stateful, dataloader=as_loader(dataloader)
+        )
         request = CopyRequest(objects, source, list_ranks(sources), policy)
         operation = CopyOperation(request, _latest_ranks.get(process_group), check_timeout(timeout))
         background_saves.wait_for_copies()

@@ -2,7 +2,7 @@
 
 Each save of weights alone (:mod:`rankless.model_saves`) has its origin in its user content: where the run directory of
 the training is, seen from the weights, and the incarnation of the training that saved them. So weights of another
-training are told apart, and weights of a branch that the training has left.
+training are recognised, and weights of a branch that the training has left.
 
 Rank 0 asks it, in the vote "continuing the saved weights". The keys of an origin are on disks: they keep their names.
 """

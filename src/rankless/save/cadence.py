@@ -2,8 +2,8 @@
 
 Rank 0's clock counts, and all ranks must save at the same step. They meet for a decision only at some steps, every few
 seconds: each decision says after how many further steps the next one is due. It is at half of the steps that the
-remaining time seems to have, and at most :data:`_LOOK_SECONDS` away, so that it is noticed if the steps of a training
-begin to take longer. No thread watches the time, and other steps send nothing.
+remaining time seems to have, and at most :data:`_LOOK_SECONDS` and :data:`_MOST_STEPS` away, so that it is noticed if
+the steps of a training begin to take longer. No thread watches the time, and other steps send nothing.
 
 :class:`rankless.Checkpointer` asks it in :meth:`~rankless.Checkpointer.step`, :mod:`rankless.model_saves` for weights
 alone: on all ranks, in the thread of the training. All ranks must use rank 0's number of steps to the next decision, or
@@ -30,6 +30,9 @@ from rankless.run.journal import JournalEntry, read_journal
 
 #: The seconds between two decisions, if steps take as long as before.
 _LOOK_SECONDS = 5.0
+
+#: The most steps between two decisions: from one step to the next, a training may become much slower.
+_MOST_STEPS = 50
 
 #: The seconds before the first save if the interval is computed: then its cost is known.
 _FIRST_SECONDS = 120.0
@@ -115,6 +118,7 @@ class EveryInterval:
         if remaining < seconds_per_step / 2:
             return 0
         steps = min(remaining / 2, _LOOK_SECONDS) / seconds_per_step
+        steps = min(steps, _MOST_STEPS)
         # The first steps of a training take longer than others, or shorter: its data is read ahead.
         return max(1, min(int(steps), 2 * self._since_decision))
 

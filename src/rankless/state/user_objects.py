@@ -23,6 +23,12 @@ def check_stateful(stateful: object) -> Mapping[str, Any]:
             "stateful must be a dict of objects by name, such as {'scaler': scaler}; got "
             f"{type(stateful).__qualname__}"
         )
+    for name, candidate in stateful.items():
+        if getattr(candidate, "needs_all_states", False):
+            raise InvalidArgumentError(
+                f"stateful object {name!r} is a data loader, and each rank has a position of its own: pass it as "
+                "dataloader=, several as dataloader={'a': ..., 'b': ...}"
+            )
     return {
         check_utf8(name, "a name in stateful"): check_stateful_object(candidate, f"stateful object {name!r}")
         for name, candidate in stateful.items()

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -185,6 +186,41 @@ def test_a_buffer_ends_with_its_epoch(size: int, stop: int) -> None:
     assert Counter(samples[:total]) == Counter(samples[total:]) == whole(1)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_has_ended_when_its_last_sample_was_used(workers: int) -> None:
+    loader = rankless.StreamLoader([2, 4], lambda shard, start: iter(range(start, shard)), num_workers=workers)
+    used = []
+    for batch in loader:
+        used.append(batch)
+        if loader.epoch == 1:
+            break
+    assert len(used) == (6 if not workers else 8)  # the worker with the short shard reads on meanwhile
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "is_same"),
+    [
+        (["/a/0.tar", "/a/1.tar"], ["/b/c/0.tar", "/b/c/1.tar"], True),
+        (["/a/0.tar", "/a/1.tar"], ["/a/1.tar", "/a/0.tar"], False),
+        (["/a/0.tar", "/a/1.tar"], ["/a/0.tar", "/a/2.tar"], False),
+        (["a/x.tar", "b/x.tar"], ["b/x.tar", "a/x.tar"], False),
+        (["s3://b/a/x", "s3://b/b/x"], ["/data/a/x", "/data/b/x"], True),
+        ([Path("/a/x")], [Path("/b/x")], True),
+        ([3, 4], [4, 3], False),
+        ([{"a": 1}, {"b": 1}], [{"b": 1}, {"a": 1}], True),  # of these nothing is known
+    ],
+)
+def test_other_shards_are_another_stream(saved: list[Any], loaded: list[Any], is_same: bool) -> None:
+    state = rankless.StreamLoader(saved, read).state_dict()
+    loader = rankless.StreamLoader(loaded, read)
+    if is_same:
+        loader.load_state_dict(state)
+    else:
+        with pytest.raises(MismatchError, match="other shards, or with the same in another order"):
+            loader.load_state_dict(state)
+    loader.load_state_dict({key: value for key, value in state.items() if key != "names"})  # of an earlier version
+
+
 def test_a_state_stays_small() -> None:
     plan = StreamPlan(10_000, 0, shuffle=True)
     progress = StreamProgress()
@@ -256,6 +292,7 @@ def test_batches_are_collated_and_pinned_as_by_torch() -> None:
     ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size must be"),
+        ({"drop_last": True}, "drop_last: a StreamLoader has no last batch"),
         ({"shuffle_buffer": -1}, "shuffle_buffer must be"),
         ({"sampler": range(2)}, "a StreamLoader decides the order"),
         ({"persistent_workers": True}, "leave it out"),
