@@ -35,7 +35,8 @@ def prune_tier(run: str, local: str, *, with_undrained: bool, dry_run: bool, as_
         return
     out, action = terminal_console(), "would remove" if dry_run else "removed"
     for one in removable:
-        out.print(f"{action} {escape_control_characters(one.name)}: {describe_state(one)}")
+        why = "the run directory has it" if one.is_durable else describe_state(one)
+        out.print(f"{action} {escape_control_characters(one.name)}: {why}")
     for one in kept:
         why = "a living process uses it" if one.is_used else "the run directory has neither it nor a newer one"
         out.print(f"kept {escape_control_characters(one.name)}: {why}")

@@ -55,6 +55,8 @@ def describe_state(generation: HostGeneration) -> str:
         state = "retired"
     elif generation.is_superseded or generation.is_outdated:
         state = "superseded"
+    elif generation.common is None:
+        state = "unfinished, or its label is on other hosts"
     else:
         state = "in the tier only"
     return f"{state}, in use" if generation.is_used else state
