@@ -1,8 +1,7 @@
 """``XmlStore``: all that stores with an XML API have in common. Their checks of the bytes differ.
 
-It relies only on behaviour that all such servers have: ``docs/object-stores.md`` lists the servers that were tried,
-``docs/design/object-stores.md`` says what is trusted and what is checked. A refusal that should have come may not come,
-so all that matters is compared with the server's state afterwards.
+It relies only on behaviour that all such servers have: ``docs/object-stores.md`` lists the servers that were tried. A
+refusal that should have come may not come, so all that matters is compared with the server's state afterwards.
 
 ``S3`` and ``GCS`` inherit from it. Receipts of parts are texts, which saves pass from rank to rank:
 :meth:`XmlStore.complete_upload` takes them apart, on rank 0 (:mod:`rankless.save.shared_upload`), or in the process
