@@ -81,6 +81,8 @@ class PendingFiles:
         that stays where it is.
 
         Called in the vote "finding unchanged files".
+
+        A file is linked under its own name only: a link between two folders of the user would make one file of two.
         """
         path, identity = self._there[number]
         pending = self.folder / self._files.files[number].name

@@ -7,6 +7,9 @@ manifests, are the last ones: without them no reader takes a part of a folder fo
 
 :class:`~rankless.conversion.pipeline.Conversion` has one on every rank, in the thread of the caller. Uploads are
 completed only when all parts are sent, and files that name others come last.
+
+Each file is completed on the condition that there is none, where the store knows such a condition. A note that is
+stored with each upload lets a conversion that fails remove only its own objects.
 """
 
 from __future__ import annotations

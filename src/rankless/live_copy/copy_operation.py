@@ -4,6 +4,11 @@ As in a load, everything that can be checked is checked before any tensor of the
 
 :func:`rankless.copy_state` makes one on every rank, in the thread of the caller. The order of the votes must be the
 same on all ranks, also on one that neither gives nor gets.
+
+It is a save and a load without files. Values travel as the bytes of ``state.json`` and ``ranks.json``. Replicas are
+hashed whole: a copy is rare, and hashing is ten times as fast as sending. With ``sources``, the other source ranks keep
+their state, so what a rank that joins must get is exactly the tensors of some source: a pipeline stage that comes back
+needs only a part. Hooks of state dicts play no part.
 """
 
 from __future__ import annotations

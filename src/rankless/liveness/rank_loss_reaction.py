@@ -72,7 +72,11 @@ class Reaction:
 
 
 def _abort_communicators() -> None:
-    """End the collectives of all groups on GPUs. Groups of gloo cannot be aborted, but notice closed connections."""
+    """End the collectives of all groups on GPUs. Groups of gloo cannot be aborted, but notice closed connections.
+
+    ``abort()`` of gloo does not end a blocked call (torch 2.13), but the end of its connections does. If one connection
+    stays open, only the end of the process ends the call.
+    """
     if not (dist.is_nccl_available() and torch.cuda.is_available()):
         return
     backends = [backend for group in list(_world.pg_map) if (backend := _nccl_backend(group)) is not None]

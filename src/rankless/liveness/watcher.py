@@ -2,6 +2,11 @@
 
 :class:`~rankless.liveness.watch.Watch` starts and stops one on each rank, in the main thread. The thread must never
 wait for the training, and raises an error in it only by its :class:`~rankless.liveness.rank_loss_reaction.Reaction`.
+
+Processes of one host observe each other (:mod:`rankless.process.local_processes`). So heartbeats matter for lost hosts
+only, and their timeout can be long. The thread has a connection of its own, which is opened in the background: to open
+one may take 5 s. In an interval it makes two calls of the store, whatever the number of ranks: it posts its heartbeat,
+and reads the heartbeat of its successor with the number of notices.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ Everything that can be checked without changing the caller's tensors is checked 
 :mod:`rankless.load.fallback` runs one for each attempt, on every rank, in the thread of the caller. The order of the
 votes must stay: select, read the metadata, exchange specs, the last check ("matching …"), read, apply. Nothing of the
 caller's may change before the vote "reading".
+
+A pipeline stage requests only its part. So names that no model has are known only when the requests of all ranks are.
+Each rank reads the metadata itself: headers, 3 MB for 20,000 tensors, are too much to send to thousands of ranks.
 """
 
 from __future__ import annotations

@@ -248,7 +248,10 @@ def _is_joined(mapping: TensorMapping) -> bool:
 
 
 def _find_later_users(mappings: Mapping[_Key, TensorMapping]) -> dict[_Key, None]:
-    """Return the tensors that share a stored tensor with an earlier one, such as other parts of it."""
+    """Return the tensors that share a stored tensor with an earlier one, such as other parts of it.
+
+    Each rank reads its part of these for itself, without an exchange.
+    """
     first_users: dict[_Key, _Key] = {}
     later: dict[_Key, None] = {}
     for key, mapping in mappings.items():

@@ -3,6 +3,9 @@
 Rank 0 selects in its decision in the vote "finding the checkpoint to load" (:mod:`rankless.load.load_operation`);
 :mod:`rankless.load.fallback` notes failures on all ranks. A checkpoint that cannot be read for a moment must not be
 skipped: the next save hides a checkpoint that is skipped as corrupt.
+
+A checkpoint whose files do not fit is *replaced*, and not corrupt, if its directory has another id by now. The CRCs of
+the manifest cover every byte; a load without verification compares the manifest once more at its end.
 """
 
 from __future__ import annotations

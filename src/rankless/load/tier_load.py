@@ -9,6 +9,8 @@
 :mod:`rankless.load.fallback` and :mod:`rankless.load.load_operation` call it on every rank, in the thread of the
 caller; ``RunDirectory.drain`` assembles with it, too. Rank 0 claims only when all ranks have put the values in place,
 and other generations are removed only after the claim.
+
+All ranks get all tables, which are megabytes with thousands of ranks.
 """
 
 from __future__ import annotations

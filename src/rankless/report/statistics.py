@@ -2,6 +2,8 @@
 
 :mod:`rankless.report.run_report` calls it. The scripts of the page read the columns. A change here needs the same
 change there.
+
+Norms are rounded to a 64th of their range.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 :mod:`rankless.report.run_report` calls it. The scripts of the page read the rows by their positions. A change here
 needs the same change there.
+
+Failures and resumes are the last entries that a long run leaves out.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The layouts of runs (:mod:`rankless.run.run_store`) list checkpoints with it. A process remembers the manifests: a save
 must not read thousands of them.
+
+For each of them it asks for the version of the file only, one ``stat``.
 """
 
 from __future__ import annotations

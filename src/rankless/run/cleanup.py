@@ -4,6 +4,9 @@ A save calls :func:`clean_up` on rank 0 when it begins its output, in the vote t
 checkpoints on rank 0 after the commit, when no rank waits for it. Conversions, components and ``rankless prune`` clean
 up, too. How something is removed is the part of the layout: :mod:`rankless.run.folder_removal`,
 :mod:`rankless.run.object_removal`.
+
+No vote follows a removal. So other ranks may list old checkpoints for a moment, and rank 0 only warns, or logs if
+warnings are errors: an error of its own would leave the others waiting.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ No save removes them: ``rankless prune --leftovers`` does. In an object store, a
 records with its decision. The next saves of the process pass them on, and :mod:`rankless.save.folder_output` and
 :mod:`rankless.save.object_publication` use them on rank 0, in the commit and after it. A checkpoint that has changed
 since the record must keep its name.
+
+A checkpoint whose tag the save takes is hidden in the same step as the commit: otherwise a tag could stay taken
+forever. Nothing is removed, because perhaps only one bit is wrong.
 """
 
 from __future__ import annotations

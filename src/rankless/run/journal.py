@@ -9,6 +9,13 @@ object: see :mod:`rankless.run.object_journal`.
 Saves, drains and loads append in the thread that reports their events; retention and ``rankless prune`` append their
 removals. The report, ``rankless top`` and :mod:`rankless.save.cadence` read it. One line is one ``write``, and fields
 keep their names: journals of older versions are read.
+
+Fields of each kind besides ``time``, ``tag``, ``step`` and ``run``: ``saved`` (the checkpoint is durable) has all but
+``error``; ``failed`` (a save or a drain) has ``world_size``, ``hosts``, ``placement`` and ``error``; ``resumed`` (a
+load with an optimizer or a data loader) has ``world_size`` and ``seconds``; ``removed`` has none. For example,
+``placement`` is ``[["node-1", 8], ["node-2", 8]]``; it is unknown for drains, and for saves that fail at once.
+``phases`` are ``[["prepare", 0.01], ["write", 0.6]]``, and add up to ``seconds``. Nothing is synced: after a power
+failure the last lines may be missing.
 """
 
 from __future__ import annotations

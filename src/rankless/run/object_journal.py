@@ -4,6 +4,8 @@ Objects cannot be appended to, and jobs that replace one object would lose each 
 the time, so they sort like the entries. Each write removes the oldest ones, so their number is bounded.
 
 :mod:`rankless.run.journal` calls it for runs in object stores, on rank 0 and in commands.
+
+An entry costs two or three requests.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ owner locks ``.TAG.RUN.ID.lock``, next to the directory and older than it (:clas
 
 Rank 0 takes it through :class:`~rankless.run.pending_dir.PendingDirectory`, and clean-ups of any job try to take it
 (:mod:`rankless.run.cleanup`). The lock file must exist before the directory, and until after it.
+
+After an overwrite the owner holds the lock until the old checkpoint is deleted. Retention and ``rankless prune`` hold
+one while they delete.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ one. An entry is never changed, and never removed before its run. The exclusive 
 jobs: a look before it proves nothing. The JSON of entries is on disks, and jobs of other versions read it.
 
 :mod:`rankless.run.claims` adds entries, on rank 0. Lists, loads, commands and reports read them.
+
+Each entry has bytes of its own (a random token), so a job whose reply was lost recognises its entry.
 """
 
 from __future__ import annotations

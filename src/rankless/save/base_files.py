@@ -6,6 +6,10 @@ is never opened for writing: it belongs to a committed checkpoint.
 
 :mod:`rankless.save.folder_output` uses it: it links in the vote that opens the output, settles in the vote "finding
 unchanged bytes", and checks the links in the commit. The check must be the last step before the rename.
+
+A file counts as the committed one if inode, size and modification time are, after it was opened; never by the time of
+its change, which each link changes. It must have the header that the new checkpoint would have for the base's CRCs.
+``make crash`` refuses calls that write to a linked file.
 """
 
 from __future__ import annotations

@@ -8,6 +8,11 @@ was hashed for this save.
 :mod:`rankless.save.object_output` makes one in the vote that opens the output, settles it in the vote "finding
 unchanged bytes", and copies in the vote "completing the files", before the manifest is written. A file is copied only
 with the ETag that it had when it was uploaded.
+
+The first copy of a process is tried at once: if it fails, all is sent, and a store that refuses copies is not asked
+again. If a later copy fails because the base was removed, the save fails, and the next one sends all. S3 reports the
+CRC of a copy, Google its CRC-32C; Azure, Swift and Ceph report none. There, bytes of the base that the store has lost
+are in the copies, too, until the next full save, and a load finds them.
 """
 
 from __future__ import annotations

@@ -15,6 +15,16 @@ stay links.
 Both outputs have one on every rank. The first and third step run in the thread of the caller, the check of trusted
 parameters in the thread of the save. A byte that is not written must have been hashed for this save, or be checked
 before the commit: versions and samples only decide which bytes are hashed, and when.
+
+The places of tensors in files depend on names, dtypes and shapes alone, so an unchanged tensor is at the same place as
+in the base, and the result is, byte for byte, a full save. There are no chains: any checkpoint may be removed at any
+time. Samples need no state of the save before, so they work after a load, and on other ranks.
+
+With ``staging="eager"`` everything is hashed during the call, in about half the time of the copy that this replaces.
+Versions of tensors must not be trusted there: a change after the call would fail the save, or be in it. With
+``staging="overlapped"`` a change of a trusted parameter fails the save with ``TornSnapshotError``, and the next save is
+full; ``staging_check="full"`` hashes it during the call. Drains of the local tier share, too, and hash all staged
+bytes.
 """
 
 from __future__ import annotations

@@ -7,6 +7,10 @@ The tier is a stage between a training content and its output.
 :class:`~rankless.run_directory.RunDirectory` makes it on all ranks if there is a local tier; the drain runs in the
 background of an asynchronous save, in its thread. The checkpoint counts as complete only when all tables and then the
 common part are written; copies come after that, and older generations are removed last.
+
+The common part is written after a vote on the tables, on each host: so a host that has it proves that all tables were
+written, and a generation is complete on all ranks or not at all. Nothing else that takes seconds in a large job, as the
+headers and the CRCs of files, is computed before a drain.
 """
 
 from __future__ import annotations

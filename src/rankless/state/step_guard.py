@@ -5,6 +5,10 @@ If accelerators copy all of these, the step's kernels wait for that on the devic
 :mod:`rankless.save.background` has one for the process. The caller's thread adds a copy before the call of a save
 returns, and its next step calls the hook; the background thread sets ``copied``. Loads and live copies wait here before
 they change tensors.
+
+The hook is one of all optimizers of torch, so the next step waits whichever it is: fused, foreach, compiled, ZeRO, in
+the backward pass. It does not see writes to ``.data``, raw kernels, a CUDA graph that contains the step, or loads by
+other libraries: :mod:`rankless.engine.io.torn_snapshot` looks for such changes.
 """
 
 from __future__ import annotations

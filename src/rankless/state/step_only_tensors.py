@@ -4,6 +4,9 @@ A save can copy them in the background until the next step.
 
 :mod:`rankless.save.training_content` asks it on each rank in the call of an overlapped save. A tensor that is wrongly
 in the result would be copied while it changes.
+
+Parameters and states of the optimizers of torch that were passed are recognised by their memory. All else may change at
+any time: buffers, frozen parameters, averages of weights, values.
 """
 
 from __future__ import annotations

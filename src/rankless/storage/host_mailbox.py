@@ -6,6 +6,9 @@ nothing may depend on a message alone. Killed processes leave their directories;
 
 :class:`~rankless.engine.comm.host_vote_channel.HostVoteChannel` has one for each vote of several hosts, on every rank,
 in the thread that votes.
+
+A key-value store on each host was not taken: it needs a server and threads, blocks while its process is stopped, and
+ends with it.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ decision (:mod:`rankless.load.tier_generations`). Rank 0 also lists its host bef
 an incarnation (:class:`~rankless.tier.job.TierJob`), and plans with :func:`find_rebuilding` how lost parts are computed
 (:mod:`rankless.tier.rebuild`). Generations that the history does not call current must never be among the complete
 ones.
+
+The history of the run directory decides, and not the sequence numbers: a host that was away has an abandoned branch,
+with higher ones.
 """
 
 from __future__ import annotations

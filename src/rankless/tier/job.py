@@ -5,6 +5,14 @@ After the first save or load, nothing of it needs the run directory: a save into
 :mod:`rankless.save.tier_content` and :mod:`rankless.save.tier_stage` ask it in saves, :mod:`rankless.load.tier_load` in
 loads, and outputs ask it before and after a publication. Methods that say "on rank 0" are called in votes there; each
 rank has its own slots. The caller's thread, the background threads of saves and of drains share it.
+
+A job that wakes up after another one has announced itself does no harm: its drain fails with ``SupersededError`` before
+or after the commit, its saves into the tier are retired, its load fails with ``StateError``. A checkpoint that it
+publishes just then it removes again. If it is killed before that, or stopped in the very request that publishes (on a
+file system, between the last look and the rename), the checkpoint stays, and is abandoned.
+
+A tier holds one run. A second object for it that loads nothing goes on with this run; if it goes back by a tag, the
+first one gets ``SupersededError``; if it loads another run's checkpoint, ``StateError`` is raised.
 """
 
 from __future__ import annotations

@@ -11,6 +11,9 @@ caller; then the thread of the save takes slots for copies and parity (:mod:`ran
 :mod:`rankless.tier.parity`), in the background if the save is asynchronous. A load or a drain takes slots for computed
 parts (:mod:`rankless.tier.rebuild`). So several threads call it. The table is removed before the first byte of a slot
 is overwritten, and a pinned slot is never taken.
+
+A save is drained only if no drain is in progress, which is why three suffice; one that is drained in any case may need
+a fourth.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 The process that has the engine calls it: a server with an ``AsyncLLM``, or a program with an ``LLM``. No worker may
 commit before all have said that they are ready.
+
+A commit writes all parameters, so one that has failed is tried again. If the workers serve different versions after
+that, the error says to restart the engine.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Differences add up. So a rank makes the difference to an older version from the parts that it has written since, and
 needs no copy of that version. :class:`~rankless.weights.version_output.VersionOutput` calls it on each rank, in the
 threads that encode.
+
+With levels, to go on by 64 versions takes about eight reads.
 """
 
 from __future__ import annotations

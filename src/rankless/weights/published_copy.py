@@ -3,6 +3,8 @@
 :class:`~rankless.weights.publisher.WeightPublisher` has one on every rank; the thread that publishes reads it while it
 encodes, and changes it only when the version is committed. So after a failed publication the copy still has the bytes
 of the last committed version.
+
+A rank without memory for the copy stores its words as they are.
 """
 
 from __future__ import annotations

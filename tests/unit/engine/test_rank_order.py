@@ -132,7 +132,7 @@ def test_few_fragments_reach_rank_0(shape: tuple[int, ...], placements: tuple[Pl
 
 
 def bound_fragments(spec: GlobalSpec, ranks: int) -> int:
-    """Return the bound of docs/design.md for one host."""
+    """Return the bound of the module for one host."""
     total = 0
     for tensor in spec.iter_tensors():
         shards = math.prod(count for count, _ in tensor.division)

@@ -12,6 +12,11 @@
 :class:`~rankless.engine.comm.session.Session` opens one for each vote, on every rank, once the ranks of the process
 group know their hosts. The result must be the one of :class:`VoteChannel`, whatever is lost within a host: only the
 store decides. Rank 0 alone calls the methods that say so; all ranks call the others.
+
+Hosts are known after the first vote of a process group. Ranks are on one host if they have the same boot id, user and
+file system at ``/dev/shm``: containers that do not share memory are several hosts. If the messages within a host
+disappear, its ranks post again. A rank that has left cannot do so: that is why departures are counted in the store.
+Names of the messages have a random number of rank 0, and only the user can read them.
 """
 
 from __future__ import annotations

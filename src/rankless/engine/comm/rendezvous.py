@@ -16,6 +16,10 @@ reported as missing in a vote. The other ranks wait for the answer before they s
 :meth:`RankGroup.open_session <rankless.engine.comm.session.RankGroup.open_session>` gets the rendezvous of its group on
 each rank, and its number of the session. Every rank must open its sessions in the same order: the numbers are part of
 the keys. Rank 0 must answer arrivals in any read of the store, and never wait for them.
+
+Sessions are counted for a process group and not for an object, so ranks meet that call with other paths or tags, and an
+error can say that their calls differ. The name is no generation number, which something would have to count, and is
+agreed on without a collective, which needs a backend and cannot name a missing rank.
 """
 
 from __future__ import annotations

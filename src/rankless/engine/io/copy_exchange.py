@@ -5,6 +5,9 @@ message never waits for a younger one. Every message is hashed on both sides.
 
 :mod:`rankless.live_copy.copy_operation` runs it on every rank, in the vote "copying". A rank with an error must pass
 all its messages on before it raises.
+
+A message that is one range of a tensor is sent from this tensor, or received into it. CRCs are sent after all messages,
+so no message is copied to make room for its CRC.
 """
 
 from __future__ import annotations

@@ -11,6 +11,21 @@ finds this module for any device, also for one that is written in Python.
 
 Saves, loads, comparisons of replicas and live copies call :func:`begin_copies` on each rank before they copy, in the
 thread of the caller.
+
+Each kind of work follows the caller's current streams. It is followed by:
+
+- copies of a save into staging memory, eager: the return of the call; overlapped: the next step of any optimizer, on
+  the device;
+- overlapped, copies of tensors that something other than a step may change, and the first samples: all that the caller
+  enqueues after the call, on the device;
+- reads of a synchronous save, of stripes, replicas and frozen tensors, and copies of a load: the return of the call.
+
+The thread that writes files waits for the event of its copies, and a buffer of a load is read into again after the copy
+out of it. Captured tensors are kept until they are copied, so torch's allocator needs no ``record_stream``.
+
+The tests have a device that is written in Python (``tests/helpers/simulated``): the process cannot read its memory, and
+work runs only when something waits for it, in an order that the test chooses. Each wait above was taken out, and a test
+failed. Streams come from ``torch.get_device_module`` for its sake: it has no ``torch.Stream``.
 """
 
 from __future__ import annotations

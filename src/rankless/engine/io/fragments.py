@@ -7,6 +7,8 @@ Each rank encodes its fragments for the vote on the writing of a save, a drain, 
 :func:`~rankless.inference.open_weights.open_weights` ("reading the weights"). Rank 0 decodes them; after a write by
 more than 64 ranks, the first rank of each bucket merges the bucket's fragments before. :mod:`rankless.tier.generation`
 merges the fragments in the tables of parts. Encoded rows are in messages between the ranks of one job, not in files.
+
+A row is 28 bytes for each tensor that a rank writes a part of; above 64 ranks rows are compressed to 8.3 to 8.9 bytes.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ and until it is freed.
 
 Staging, windows, and the buffers of writes and of loads are pinned through :func:`pin_for`, on each rank for its own
 devices. Without an accelerator nothing is done. Memory must be unregistered before it is freed.
+
+If memory cannot be pinned, a warning says how much, and the call of a save waits for copies into pageable memory.
 """
 
 from __future__ import annotations

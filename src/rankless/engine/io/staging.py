@@ -69,7 +69,10 @@ class DeferredCopies(msgspec.Struct, frozen=True):
 
     @property
     def waits_for_devices(self) -> bool:
-        """True if the call waits until accelerators have copied. Then nothing can change meanwhile."""
+        """True if the call waits until accelerators have copied. Then nothing can change meanwhile.
+
+        An overlapped save waits, too, if all chunks are compared (``staging_check="full"``).
+        """
         return not self.is_overlapped or self.sampled_chunks == ALL_CHUNKS
 
 

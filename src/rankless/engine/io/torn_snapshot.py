@@ -4,6 +4,9 @@ Some of the chunks that are copied later are hashed at the call, and again after
 
 :mod:`rankless.engine.io.staging` samples in the thread of the caller and checks in the background thread, on each rank;
 the vote on the copies makes the error common, before anything is committed.
+
+Three hashes are compared: of the tensor at the call, of its copy, and of the tensor after the copy. A hash after the
+copy alone would not show a change that was made before the copy.
 """
 
 from __future__ import annotations

@@ -11,6 +11,10 @@ where they are. A file of one part is kept in the same way, because it is visibl
 :mod:`rankless.save.shared_upload` runs :meth:`PartUploader.upload` on every rank in the vote "writing", and
 :meth:`UploadedParts.send_held` in the vote "completing the files". All ranks must go through the same rounds. The size
 of parts decides the ETags of objects.
+
+Parts are cells of :mod:`rankless.engine.plan.writer_cells`, with each rank as a host. They are dealt to ranks that are
+spread evenly, a few parts a rank in each round. Bytes that are not contiguous on the CPU are copied, and so are small
+ranges; all else is sent from the memory of the tensors.
 """
 
 from __future__ import annotations

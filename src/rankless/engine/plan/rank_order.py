@@ -6,6 +6,10 @@ bytes are those with the same share of neighbouring shards, whatever dimension o
 :mod:`rankless.engine.plan.save_plan` asks it on every rank; :mod:`rankless.engine.integrity.crc_gather` puts ranks into
 buckets in this order. All ranks must get the same order: the leader of a bucket reads the reports of the others from
 it.
+
+If all tensors are divided alike, rank 0 gets from all buckets, which have about √hosts reports, at most one fragment
+for each block, and for each tensor two, and one for each √ranks shards; on several hosts two for each rank in addition
+(``tests/unit/engine/test_rank_order.py``). With several divisions, as of experts, others merge less.
 """
 
 from __future__ import annotations

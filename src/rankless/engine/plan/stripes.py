@@ -5,6 +5,8 @@ large request. Stripes are boxes of the tensor, so that a rank's part of one is 
 
 :mod:`rankless.engine.plan.stripe_owners` divides tensors with it on every rank. All ranks must get the same stripes
 from the same shape. They are not stored: a load may use other sizes than the save.
+
+Only the owner of a stripe needs the geometry of all shards in it.
 """
 
 from __future__ import annotations

@@ -11,6 +11,12 @@ turn.
 :mod:`rankless.engine.plan.save_plan` and :mod:`rankless.conversion.pipeline` call :class:`CellPlanner` on every rank
 for itself. Each byte must have one writer, and sender and receiver must agree, without a message: the choice may depend
 on the arguments only.
+
+A cell of several shards is written by a host that has all of its bytes, or else by the hosts in turn. Of replicas, the
+rank that writes the neighbouring cells writes or sends. Under FSDP2 that is at most one cell at each edge of a shard.
+
+A *crowded* cell has more than :data:`MAX_GROUPS` sets of ranks. The first holder of the first tensor that begins in it
+receives it, mostly rank 0: so each rank sends to few others, and only the receiver plans all pieces.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ not filled afterwards are initialized by transformers' ``_init_weights`` if the 
 the module's ``reset_parameters``.
 
 :mod:`rankless.state.meta_models` calls it on each rank in the vote "reading" of a load, after the last check.
+
+Matching needs only shapes and layouts. After all checks the tensors are exchanged by ``torch.utils.swap_tensors``, so
+that all references to them stay valid.
 """
 
 from __future__ import annotations

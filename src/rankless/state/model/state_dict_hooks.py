@@ -5,6 +5,9 @@ order, and their bytes are stored without a copy. Results that a hook computes o
 
 :mod:`rankless.state.model.model_traversal` asks it on each rank when a model is viewed. The names that hooks give are
 in files.
+
+Ranks keep one name and one layout for a tensor that is split, so nothing is gathered. A hook that computes is an error,
+whose remedy is ``state_dict_hooks=False``.
 """
 
 from __future__ import annotations

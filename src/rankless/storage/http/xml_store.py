@@ -1,14 +1,22 @@
 """``XmlStore``: all that stores with an XML API have in common. Their checks of the bytes differ.
 
-It relies only on behaviour that all such servers have: ``docs/object-stores.md`` lists the servers that were tried,
-``docs/design/object-stores.md`` says what is trusted and what is checked. A refusal that should have come may not come,
-so all that matters is compared with the server's state afterwards.
+It relies only on behaviour that all such servers have: ``docs/object-stores.md`` lists the servers that were tried. A
+refusal that should have come may not come, so all that matters is compared with the server's state afterwards.
 
 ``S3`` and ``GCS`` inherit from it. Receipts of parts are texts, which saves pass from rank to rank:
 :meth:`XmlStore.complete_upload` takes them apart, on rank 0 (:mod:`rankless.save.shared_upload`), or in the process
 that has sent the parts, such as each rank of a DCP save (:mod:`rankless.engine.io.upload_files`). Worker threads send
 parts and complete uploads at the same time: methods must be safe to call from several threads. Conditional writes
 decide which of two jobs commits: a refusal must be distinguished from the effect of an earlier attempt.
+
+*Trusted* are the condition of a creation (``If-None-Match: *``; Google: ``x-goog-if-generation-match: 0``), and of a
+deletion the ETag that was listed, because a low number of a pointer may be free again.
+
+*Checked* is that an answer is whole, with all its headers (``http.client`` takes the end of a connection for their
+end), and has the right root element, range and id; otherwise it is asked for again. Checksums that the server reports
+are compared, or the MD5 in the ETag. A lost reply is decided by the object that is there; if that stays unknown, the
+files stay. An upload without a reply to its creation is aborted below a name of its own. At a shared name, of a
+conversion or a component, it stays, without bytes, until a save there finds it a day old.
 """
 
 from __future__ import annotations
