@@ -22,8 +22,9 @@ import msgspec
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.errors import InvalidArgumentError, StateError
 from rankless.run.catalog import claim_incarnation
-from rankless.run.claims import LoadedBase
+from rankless.run.claims import LoadedBase, check_not_superseded
 from rankless.run.model_origins import SUFFIX, Timeline, describe_origin, find_base, list_current, place_of
+from rankless.run.stored_history import read_history
 from rankless.run_directory import RunDirectory
 from rankless.save.cadence import Ask, Cadence, as_cadence
 from rankless.storage.store import store_of
@@ -53,13 +54,16 @@ class ModelSaves:
         """Continue the newest weights of a step, or before it, after the training was resumed from there.
 
         Later ones are abandoned, and weights that the training has left by going back. So they are if there are no
-        earlier ones. Raises ``StateError`` if the weights are of another training.
+        earlier ones. Raises ``StateError`` if the weights are of another training, ``SupersededError`` if another job
+        has continued this one meanwhile.
 
         :meth:`rankless.Checkpointer.resume` calls it on every rank.
         """
         history, main = self._directory.history, self._main
 
         def claim() -> bytes:
+            # Of two jobs that start at a time, the one that has claimed the training last has its weights, too.
+            check_not_superseded(main.path, read_history(main.path), main.history)
             base = find_base(self._directory.path, self._place, Timeline.of(main.path, main.history, step))
             if base is None:
                 return b""

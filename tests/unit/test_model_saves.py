@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import rankless
+from rankless import model_saves
 from rankless.errors import InvalidArgumentError, StateError, StorageError, SupersededError
 from rankless.run import claims
 from rankless.run.model_origins import place_of
@@ -247,6 +248,22 @@ def test_weights_that_the_training_has_left_are_abandoned(tmp_path: Path, keep: 
         assert train(run, 12, save_model_every=1) == 11
     assert current(tmp_path / "run-models") == [f"step_{step}" for step in (1, 2, 3, 4, 5, 6, 12)]
     assert {"step_7", "step_8"} < values(tmp_path / "run-models").keys()
+
+
+def test_a_job_that_was_superseded_while_it_started_leaves_the_weights_alone(tmp_path: Path) -> None:
+    """Else both jobs would end: each would have superseded the other one's saves of either kind."""
+    train(tmp_path / "run", 4, save_every=2, save_model_every=2)
+    read, others = model_saves.read_history, iter([None])
+
+    def read_after_another_job(run: Path) -> Any:
+        for _ in others:
+            with another_process():
+                train(tmp_path / "run", 6, save_model_every=2)
+        return read(run)
+
+    with mock.patch.object(model_saves, "read_history", read_after_another_job), pytest.raises(SupersededError):
+        train(tmp_path / "run", 8, save_model_every=2)
+    assert current(tmp_path / "run-models") == ["step_2", "step_4", "step_6"]
 
 
 def test_corrupt_weights_end_no_training(tmp_path: Path) -> None:
