@@ -89,8 +89,10 @@ class ModelSaves:
         if not self._cadence.is_due(step, directory.ask_rank_0):
             return
         began, tag = time.perf_counter(), f"step_{step}"
+        # Only rank 0 knows the incarnation. Values that ranks have differently would be stored for each.
+        origin = self._origin if directory.rank == COORDINATOR_RANK else None
         with tolerating(f"{directory.path / tag}", directory.ask_rank_0):
-            directory.save(tag, self._model, step=step, metrics=metrics, rng=False, user_content=self._origin)
+            directory.save(tag, self._model, step=step, metrics=metrics, rng=False, user_content=origin)
         self._cadence.restart(time.perf_counter() - began)
 
     def wait(self) -> None:

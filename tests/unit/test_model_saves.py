@@ -307,8 +307,10 @@ def test_the_run_directory_must_be_another_one(tmp_path: Path) -> None:
 
 
 def _train_on_ranks(path: str) -> None:
-    train(path, 4, save_every=4, save_model_every=2)
-    assert train(path, 6, save_every=4, save_model_every=2) == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(path, 4, save_every=4, save_model_every=2)
+        assert train(path, 6, save_every=4, save_model_every=2) == 4
 
 
 def _differ(path: str) -> None:

@@ -60,7 +60,7 @@ def place_of(run: Path, weights: Path) -> str:
 def describe_origin(place: str, training: JobHistory) -> dict[str, Any]:
     """Return the user content of weights that are saved after the next step.
 
-    Rank 0's is stored: only it knows the incarnation.
+    Rank 0 alone passes it: only rank 0 knows the incarnation.
     """
     incarnation = training.claim.incarnation if training.claim else 0
     return {_TRAINING: msgspec.to_builtins(Origin(place, incarnation, *training.point))}
