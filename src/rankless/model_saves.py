@@ -23,7 +23,7 @@ from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.errors import InvalidArgumentError, StateError
 from rankless.run.catalog import claim_incarnation
 from rankless.run.claims import LoadedBase, check_not_superseded
-from rankless.run.model_origins import SUFFIX, Timeline, describe_origin, find_base, list_current, place_of
+from rankless.run.model_origins import SUFFIX, TrainingLine, describe_origin, find_base, list_current, place_of
 from rankless.run.stored_history import read_history
 from rankless.run_directory import RunDirectory
 from rankless.save.cadence import Ask, Cadence, as_cadence
@@ -64,7 +64,7 @@ class ModelSaves:
         def claim() -> bytes:
             # Of two jobs that start at a time, the one that has claimed the training last has its weights, too.
             check_not_superseded(main.path, read_history(main.path), main.history)
-            base = find_base(self._directory.path, self._place, Timeline.of(main.path, main.history, step))
+            base = find_base(self._directory.path, self._place, TrainingLine.of(main.path, main.history, step))
             if base is None:
                 return b""
             history.note_loaded(base, resumes=True)

@@ -46,8 +46,7 @@ from rankless.save.base_checkpoint import BaseCheckpoint, KnownRun, loaded_base
 from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
 from rankless.save.job_memory import JobMemory
-from rankless.state.loader_group import as_loader
-from rankless.state.training import TrainingObjects
+from rankless.state.training import TrainingObjects, as_loader
 from rankless.storage.location import parse_location
 from rankless.storage.store import store_of
 from rankless.tier.tier_options import LocalTier, as_local_tier

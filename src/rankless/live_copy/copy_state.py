@@ -19,9 +19,8 @@ from rankless.live_copy.copy_result import CopyResult
 from rankless.ondisk.validation import check_timeout
 from rankless.process.gc_pause import gc_paused
 from rankless.save.background import background_saves
-from rankless.state.loader_group import as_loader
 from rankless.state.mismatches import RestorePolicy, as_components
-from rankless.state.training import TrainingObjects
+from rankless.state.training import TrainingObjects, as_loader
 
 
 class _LatestRanks:

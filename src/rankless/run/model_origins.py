@@ -66,7 +66,7 @@ def describe_origin(place: str, training: JobHistory) -> dict[str, Any]:
     return {_TRAINING: msgspec.to_builtins(Origin(place, incarnation, *training.point))}
 
 
-class Timeline(msgspec.Struct, frozen=True):
+class TrainingLine(msgspec.Struct, frozen=True):
     """The line of a training up to its present ``step``: its incarnations, each with the last sequence number in it.
 
     ``line`` is ``None`` if nothing is known of its run: then every incarnation counts.
@@ -76,7 +76,7 @@ class Timeline(msgspec.Struct, frozen=True):
     line: Mapping[int, float] | None = None
 
     @classmethod
-    def of(cls, run: Path, training: JobHistory, step: float) -> Timeline:
+    def of(cls, run: Path, training: JobHistory, step: float) -> TrainingLine:
         """Return the line of a training that was just resumed from a step, or begins at step 0."""
         loaded = training.base or training.claim
         branch = read_history(run).runs.get(loaded.run) if step and loaded is not None else None
@@ -100,7 +100,7 @@ def list_current(path: Path) -> list[CheckpointInfo]:
     return [info for info in list_checkpoints_strictly(path) if info.status == "complete" and info.is_current]
 
 
-def find_base(path: Path, place: str, timeline: Timeline) -> LoadedBase | None:
+def find_base(path: Path, place: str, timeline: TrainingLine) -> LoadedBase | None:
     """Return the weights that the saves of a training at ``place`` continue; ``None`` if there are none to continue.
 
     Weights whose values are corrupt are passed over, with a warning: no training resumes from them. Raises
@@ -125,7 +125,7 @@ def find_base(path: Path, place: str, timeline: Timeline) -> LoadedBase | None:
     return LoadedBase.of(base, base.tag, newest if newest == base.sequence else None, token, seen)
 
 
-def _is_continued(info: CheckpointInfo, place: str, timeline: Timeline) -> bool:
+def _is_continued(info: CheckpointInfo, place: str, timeline: TrainingLine) -> bool:
     """Return whether the training at ``place`` has come by these weights. Raises ``StateError`` if they are not its."""
     try:
         state = msgspec.json.decode(NativeReader(info.path).read_small_file(STATE), type=dict[str, Any])

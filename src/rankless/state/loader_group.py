@@ -1,6 +1,6 @@
 """Several data loaders that are saved and restored as one, under names.
 
-The calls that take ``dataloader=`` make one of a dict, on each rank. The states are stored: their keys are the names.
+:func:`rankless.state.training.as_loader` makes one of a dict, on each rank. The states are stored: their keys are the names.
 """
 
 from __future__ import annotations
@@ -12,16 +12,11 @@ from rankless.errors import InvalidArgumentError, MismatchError
 from rankless.state.user_objects import check_stateful_object
 
 
-def as_loader(dataloader: Any) -> Any:
-    """Return the object that has the state of what was passed as ``dataloader``: a group, if it is a dict.
-
-    Raises ``InvalidArgumentError`` if an object in the dict is no data loader that any number of ranks can resume.
-    """
-    return LoaderGroup(dataloader) if isinstance(dataloader, Mapping) else dataloader
-
-
 class LoaderGroup:
-    """Data loaders by name, with the methods of one."""
+    """Data loaders by name, with the methods of one.
+
+    Raises ``InvalidArgumentError`` if one is no data loader that any number of ranks can resume.
+    """
 
     def __init__(self, loaders: Mapping[str, Any]) -> None:
         if not loaders or not all(isinstance(name, str) for name in loaders):

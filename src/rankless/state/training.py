@@ -61,3 +61,12 @@ class TrainingObjects(msgspec.Struct, frozen=True):
             *schedulers.scheduler_components(self.scheduler),
             *(name for name in ("stateful", "dataloader") if getattr(self, name) is not None),
         ]
+
+
+def as_loader(dataloader: Any) -> Any:
+    """Return the object that has the state of what was passed as ``dataloader``: a group of them, if it is a dict."""
+    if not isinstance(dataloader, Mapping):
+        return dataloader
+    from rankless.state.loader_group import LoaderGroup  # noqa: PLC0415 - few trainings have several
+
+    return LoaderGroup(dataloader)

@@ -110,7 +110,7 @@ def test_what_was_not_saved_cannot_be_loaded(tmp_path: Path) -> None:
 def test_no_checkpoint_is_a_file_not_found_error_that_names_those_there_are(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(NoCheckpointError, match="there is no checkpoint in"):
         rankless.load_checkpoint(tmp_path / "nothing", model=Net())
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint 'step_9' in .*; there are s"):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint 'step_9' in .*; there is s"):
         rankless.load_checkpoint(saved, "step_9", model=Net())
     assert not rankless.has_checkpoint(tmp_path / "nothing")
     assert rankless.list_checkpoints(tmp_path / "nothing") == []
