@@ -1,6 +1,7 @@
 """Several data loaders that are saved and restored as one, under names.
 
-:func:`rankless.state.training.as_loader` makes one of a dict, on each rank. The states are stored: their keys are the names.
+:func:`rankless.state.training.as_loader` makes one of a dict, on each rank. The states are stored: their keys are the
+names.
 """
 
 from __future__ import annotations
