@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -91,7 +91,7 @@ def kept_process_group(todo: list[Step]) -> Iterator[None]:
     """Keep the process group of the pool inside the ``with`` block. A page that reads torchrun's variable gets it."""
     reads_size = any('environ["WORLD_SIZE"]' in step.code for step in todo)
     variables = {"WORLD_SIZE": str(dist.get_world_size())} if reads_size else {}
-    nothing = {"init_process_group": lambda **_: None, "destroy_process_group": lambda: None}
+    nothing: dict[str, Any] = {"init_process_group": lambda **_: None, "destroy_process_group": lambda: None}
     with mock.patch.multiple(dist, **nothing), mock.patch.dict(os.environ, variables):
         yield
 
