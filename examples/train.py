@@ -85,7 +85,8 @@ def build_model(device: str) -> LlamaForCausalLM:
         eos_token_id=END,
         pad_token_id=END,
     )
-    model = LlamaForCausalLM(config).to(device)
+    with torch.device(device):
+        model = LlamaForCausalLM(config)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
