@@ -19,6 +19,7 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import os
 import sys
 import time
 from datetime import timedelta
@@ -46,9 +47,12 @@ STOPPED = 75
 def main() -> None:
     """Train from the newest checkpoint in the memory of the hosts or in the run directory."""
     options = parse_arguments()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     # How long ranks wait for a host that has vanished without a word.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
-    model = build_model()
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=options.timeout))
+    model = build_model(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader = rankless.ResumableLoader(TensorDataset(read_sequences()), BATCH // dist.get_world_size())
     training: dict[str, Any] = {"model": model, "optimizer": optimizer, "dataloader": loader}
@@ -64,7 +68,7 @@ def main() -> None:
         report(loaded=start, source=source, seconds=seconds, state=hash_state(model, optimizer))
         epochs = chain.from_iterable(repeat(loader))
         for step, (sequences,) in zip(range(start + 1, options.steps + 1), epochs, strict=False):
-            loss = train_step(model, optimizer, sequences)
+            loss = train_step(model, optimizer, sequences.to(device))
             report(step=step, loss=loss, state=hash_state(model, optimizer))
             is_stopping = checkpointer.step(step)
             if is_stopping:
@@ -100,17 +104,17 @@ class ByteModel(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next tokens, of all sequences one after the other."""
         hidden = self.embedding(tokens) + self.positions.weight
-        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, device=tokens.device)
         for layer in self.layers:
             hidden = layer(hidden, src_mask=mask, is_causal=True)
         logits: torch.Tensor = self.head(hidden.flatten(0, 1))
         return logits
 
 
-def build_model() -> nn.Module:
+def build_model(device: str) -> nn.Module:
     """Build the model, with each layer sharded over all ranks."""
     torch.manual_seed(0)
-    model = ByteModel()
+    model = ByteModel().to(device)
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -146,7 +150,7 @@ def hash_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     for name, parameter in model.named_parameters():
         for key, tensor in sorted({"": parameter, **optimizer.state[parameter]}.items()):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            digest.update(f"{name} {key}".encode() + whole.detach().contiguous().numpy().tobytes())
+            digest.update(f"{name} {key}".encode() + whole.detach().contiguous().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sysconfig
 from itertools import chain, repeat
 from pathlib import Path
@@ -37,8 +38,11 @@ END = 0  # the separator after each file; no file contains it
 def main() -> None:
     """Train from the latest checkpoint, or from scratch if there is none."""
     options = parse_arguments()
-    dist.init_process_group("gloo")
-    model = build_model()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    model = build_model(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = LambdaLR(optimizer, lambda step: compute_lr_factor(step, options.steps))
     loader = rankless.ResumableLoader(StandardLibrary(), BATCH // dist.get_world_size())
@@ -48,7 +52,7 @@ def main() -> None:
     with rankless.Checkpointer(options.run, **training, save_every=options.save_every, async_save=True) as checkpointer:
         start = checkpointer.resume()
         for step, sequences in zip(range(start + 1, options.steps + 1), epochs, strict=False):
-            loss = train_step(model, optimizer, sequences)
+            loss = train_step(model, optimizer, sequences.to(device))
             scheduler.step()
             if dist.get_rank() == 0:
                 print(json.dumps({"step": step, "loss": loss, "ranks": dist.get_world_size()}), flush=True)
@@ -66,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build_model() -> LlamaForCausalLM:
+def build_model(device: str) -> LlamaForCausalLM:
     """Build a Llama whose tokens are bytes, with each layer sharded over all ranks."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -81,8 +85,9 @@ def build_model() -> LlamaForCausalLM:
         eos_token_id=END,
         pad_token_id=END,
     )
-    model = LlamaForCausalLM(config)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with torch.device(device):
+        model = LlamaForCausalLM(config)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

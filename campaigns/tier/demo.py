@@ -34,7 +34,12 @@ _PATIENCE = 400.0
 _RENDEZVOUS = "is_host=false,last_call_timeout=15"
 
 #: The store that torchrun shares between attempts still has the addresses of the ranks that died.
-_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    "GLOO_SOCKET_IFNAME": "eth0",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 class DemoError(Exception):

@@ -2,7 +2,8 @@
 
 The Python blocks of a page run one after the other in one namespace, with its commands (``$ rankless ...``) in between,
 in one empty directory. Hidden comments describe the context: ``<!-- ranks: 4 -->`` runs the page on that many ranks,
-``<!-- given ... -->`` creates what it needs, and ``<!-- not run: why -->`` skips the next block.
+``<!-- given ... -->`` creates what it needs, and ``<!-- not run: why -->`` skips the next block. The ranks have a
+process group, and keep it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -68,18 +71,29 @@ def play(page: str, todo: list[Step], folder: Path) -> None:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        for kind, code, line in todo:
-            if kind == "python":
-                exec(compile("\n" * (line - 1) + code, page, "exec"), vars(module))  # noqa: S102 - our own documentation
-                continue
-            dist.barrier()
-            if dist.get_rank() == 0:
-                for command in code.splitlines():
-                    run(command)
-            dist.barrier()
+        with kept_process_group(todo):
+            for kind, code, line in todo:
+                if kind == "python":
+                    exec(compile("\n" * (line - 1) + code, page, "exec"), vars(module))  # noqa: S102 - our own documentation
+                    continue
+                dist.barrier()
+                if dist.get_rank() == 0:
+                    for command in code.splitlines():
+                        run(command)
+                dist.barrier()
     finally:
         os.chdir(before)
         del sys.modules["page"]
+
+
+@contextmanager
+def kept_process_group(todo: list[Step]) -> Iterator[None]:
+    """Keep the process group of the pool inside the ``with`` block. A page that reads torchrun's variable gets it."""
+    reads_size = any('environ["WORLD_SIZE"]' in step.code for step in todo)
+    variables = {"WORLD_SIZE": str(dist.get_world_size())} if reads_size else {}
+    nothing: dict[str, Any] = {"init_process_group": lambda **_: None, "destroy_process_group": lambda: None}
+    with mock.patch.multiple(dist, **nothing), mock.patch.dict(os.environ, variables):
+        yield
 
 
 def run(line: str) -> None:

@@ -57,7 +57,7 @@ class PinnedMemory:
         if is_pinned or self._has_warned:
             return
         self._has_warned = True
-        reason = "the limit of locked memory (ulimit -l), or memory, may be too small"
+        reason = "memory, or on a few systems the limit of locked memory (ulimit -l), may be too small"
         if runtime is None:
             reason = f"memory cannot be registered for {device.type}"
         warn_caller(
