@@ -266,6 +266,41 @@ def test_a_job_that_was_superseded_while_it_started_leaves_the_weights_alone(tmp
     assert current(tmp_path / "run-models") == ["step_2", "step_4", "step_6"]
 
 
+@pytest.mark.parametrize("checkpoints", [10, 100])
+def test_a_training_that_was_killed_twice_saves_its_weights_again(tmp_path: Path, checkpoints: int) -> None:
+    """The second job has abandoned all weights, and was killed before it saved some."""
+    run, options = tmp_path / "run", {"save_every": checkpoints, "save_model_every": 15}
+    for until in (16, 12):
+        with pytest.raises(RuntimeError), another_process():
+            train_and_fail(run, until, **options)
+    for until in (20, 31):
+        with another_process():
+            train(run, until, **options)
+    assert current(tmp_path / "run-models") == ["step_15", "step_30"]
+
+
+def test_weights_of_a_job_that_saved_no_checkpoint_are_abandoned(tmp_path: Path) -> None:
+    """Another job has begun the training anew, and has saved no weights."""
+    run = tmp_path / "run"
+    with pytest.raises(RuntimeError), another_process():
+        train_and_fail(run, 3, save_every=4, save_model_every=1)
+    with another_process():
+        train(run, 6, save_every=3)
+    with another_process():
+        assert train(run, 8, save_model_every=2) == 6
+    assert current(tmp_path / "run-models") == ["step_8"]
+
+
+def test_weights_are_current_again_with_the_checkpoint_that_the_training_goes_on_from(tmp_path: Path) -> None:
+    run, options = tmp_path / "run", {"save_every": 2, "save_model_every": 2}
+    train(run, 6, **options)
+    with another_process():
+        train(run, 3, tag="step_2", **options)
+    with another_process():
+        assert train(run, 8, tag="step_6", **options) == 6
+    assert current(tmp_path / "run-models") == ["step_2", "step_4", "step_6", "step_8"]
+
+
 def test_corrupt_weights_end_no_training(tmp_path: Path) -> None:
     train(tmp_path / "run", 6, save_every=2, save_model_every=2)
     (tmp_path / "run-models" / "step_6" / "state.json").write_text("{")

@@ -76,14 +76,6 @@ def _check_numbers(config: Mapping[str, Any], stack: str) -> None:
             )
 
 
-def _check_length(key: str, values: Sequence[Any], count: int) -> None:
-    if len(values) != count:
-        raise InvalidArgumentError(
-            f"layers: the stack has {count} layers, and {key} in config.json has {len(values)} elements: correct "
-            "config.json first"
-        )
-
-
 def _counts_of(config: Mapping[str, Any], stack: str) -> dict[str, int]:
     return {key: config[key] for key in _count_keys(config, stack) if type(config.get(key)) is int}
 
@@ -92,11 +84,7 @@ def _change_part(config: dict[str, Any], order: Sequence[int], count: int, stack
     found = _counts_of(config, stack)
     changed: dict[str, Any] = {key: len(order) for key, value in found.items() if value == count}
     for key in _LISTS:
-        if isinstance(config.get(key), list):
-            if changed:  # else the part is of another stack
-                _check_length(key, config[key], count)
-            if len(config[key]) != count:
-                continue
+        if isinstance(config.get(key), list) and len(config[key]) == count:  # else it is a list of something else
             changed[key] = [config[key][old] for old in order]
     for key in _NUMBERS:
         if isinstance(config.get(key), list):

@@ -43,6 +43,13 @@ _HEADS = (
 )
 
 
+#: Entries of ``config.json`` that name tokens of text: each has a row.
+_TOKENS = frozenset(
+    f"{kind}_token_id"
+    for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "decoder_start", "forced_bos", "forced_eos")
+)
+
+
 class ResizeVocab(msgspec.Struct, frozen=True, tag_field="verb", tag="resize-vocab", forbid_unknown_fields=True):
     """Give embedding and head another number of rows, and the optimizer states of both, too.
 
@@ -179,7 +186,7 @@ class ResizeVocab(msgspec.Struct, frozen=True, tag_field="verb", tag="resize-voc
         old = part["vocab_size"]
         for key, value in part.items():
             tokens = value if isinstance(value, list) else [value]
-            if key.endswith("_token_id") and any(
+            if key in _TOKENS and any(
                 type(token) is int and self.size <= token and (type(old) is not int or token < old) for token in tokens
             ):
                 raise InvalidArgumentError(

@@ -18,7 +18,7 @@ from rankless.errors import InvalidArgumentError
 _SECONDS = 10.0
 
 #: A repeated group, and a repeat. With a few simple repeats a search takes no time worth mentioning.
-_REPEATED_GROUP, _REPEAT, _FEW_REPEATS = re.compile(r"\)[*+{]"), re.compile(r"[*+{]"), 2
+_REPEATED_GROUP, _REPEAT, _FEW_REPEATS = re.compile(r"\)[*+{]"), re.compile(r"[*+{]|(?<!\()\?"), 2
 
 #: Renames as the verb does, in a process that can be ended.
 _CODE = """

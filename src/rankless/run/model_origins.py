@@ -24,7 +24,7 @@ from rankless.observe.warning import warn_caller
 from rankless.run.catalog import list_checkpoints_strictly
 from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.claims import JobHistory, LoadedBase
-from rankless.run.stored_history import read_history
+from rankless.run.stored_history import find_entry, read_history
 
 #: The suffix that is added to the path of a run directory for its weights: for example, ``runs/a-models``.
 SUFFIX = "-models"
@@ -37,12 +37,13 @@ class Origin(msgspec.Struct, frozen=True):
     """The origin of saved weights.
 
     ``run_directory`` is the run directory of the training, seen from the weights. ``incarnation`` is the training's
-    incarnation that saved them; 0 if it had not claimed one yet. ``after_incarnation`` and ``after_sequence`` name the
-    last checkpoint of the training before them.
+    incarnation that saved them; 0 if it had not claimed one yet. ``job`` is the token of its job. ``after_incarnation``
+    and ``after_sequence`` name the last checkpoint of the training before them.
     """
 
     run_directory: str
     incarnation: int = 0
+    job: str = ""
     after_incarnation: int = 0
     after_sequence: int = 0
 
@@ -63,24 +64,30 @@ def describe_origin(place: str, training: JobHistory) -> dict[str, Any]:
     Rank 0 alone passes it: only rank 0 knows the incarnation.
     """
     incarnation = training.claim.incarnation if training.claim else 0
-    return {_TRAINING: msgspec.to_builtins(Origin(place, incarnation, *training.point))}
+    return {_TRAINING: msgspec.to_builtins(Origin(place, incarnation, training.token, *training.point))}
 
 
 class TrainingLine(msgspec.Struct, frozen=True):
     """The line of a training up to its present ``step``: its incarnations, each with the last sequence number in it.
 
-    ``line`` is ``None`` if nothing is known of its run: then every incarnation counts.
+    ``line`` is ``None`` if nothing is known of its run: then every incarnation counts. ``first_job`` is the token of
+    the job that began the run, if it is known.
     """
 
     step: float
     line: Mapping[int, float] | None = None
+    first_job: str = ""
 
     @classmethod
     def of(cls, run: Path, training: JobHistory, step: float) -> TrainingLine:
         """Return the line of a training that was just resumed from a step, or begins at step 0."""
         loaded = training.base or training.claim
         branch = read_history(run).runs.get(loaded.run) if step and loaded is not None else None
-        return cls(step, None if branch is None else {**dict(branch.line), branch.incarnation: math.inf})
+        if branch is None:
+            return cls(step)
+        line = {**dict(branch.line), branch.incarnation: math.inf}
+        first = find_entry(run, min(line))
+        return cls(step, line, "" if first is None else first.job.token)
 
     def has(self, step: float, origin: Origin) -> bool:
         """Return whether the training has come by weights of a step.
@@ -89,8 +96,10 @@ class TrainingLine(msgspec.Struct, frozen=True):
         """
         if step > self.step:
             return False
-        if self.line is None or not origin.incarnation:
+        if self.line is None:
             return True
+        if not origin.incarnation:  # before the first checkpoint of its job, which may have saved none
+            return bool(origin.after_incarnation) or origin.job == self.first_job or not self.first_job
         last = self.line.get(origin.incarnation)
         return last is not None and (origin.after_incarnation != origin.incarnation or origin.after_sequence < last)
 
@@ -100,32 +109,37 @@ def list_current(path: Path) -> list[CheckpointInfo]:
     return [info for info in list_checkpoints_strictly(path) if info.status == "complete" and info.is_current]
 
 
-def find_base(path: Path, place: str, timeline: TrainingLine) -> LoadedBase | None:
-    """Return the weights that the saves of a training at ``place`` continue; ``None`` if there are none to continue.
+def find_base(path: Path, place: str, line: TrainingLine) -> LoadedBase | None:
+    """Return the weights that the saves of a training at ``place`` continue; ``None`` if there are no weights.
 
-    Weights whose values are corrupt are passed over, with a warning: no training resumes from them. Raises
-    ``StateError`` if the run directory is not one of weights of this training alone.
+    They are the newest that the training has come by, also if they are abandoned: it may have gone back, and forward
+    again to a checkpoint that it had left. If it has come by none, all are abandoned. Weights whose values are corrupt
+    are passed over, with a warning: no training resumes from them. Raises ``StateError`` if the run directory is not
+    one of weights of this training alone.
     """
-    infos = list_current(path)
+    infos = [info for info in list_checkpoints_strictly(path) if info.status == "complete"]
     if not infos:
         return None
-    token, found = secrets.token_hex(8), (info for info in reversed(infos) if _is_continued(info, place, timeline))
-    base = next(found, None)
-    if base is None:  # all of the run are abandoned
-        if not timeline.step:
+    by_step = sorted(infos, key=lambda info: (info.step or 0, info.sequence), reverse=True)
+    _is_continued(by_step[0], place, line)  # so that weights of another training are refused in any case
+    past = (info for info in by_step if info.step is not None and info.step <= line.step)
+    base, token = next((info for info in past if _is_continued(info, place, line)), None), secrets.token_hex(8)
+    if base is None:
+        if not line.step and infos[-1].is_current:
             warn_caller(
                 f"the training begins anew, and {path} has weights of an earlier one, the latest are "
                 f"{infos[-1].tag!r}: they are abandoned"
             )
         return LoadedBase(id="", run=infos[-1].run, incarnation=0, sequence=0, tag="", newest=None, token=token)
-    newest = max(one.sequence for one in infos if one.run == base.run)
+    newest = max((one.sequence for one in infos if one.run == base.run and one.is_current), default=0)
     branch = read_history(path).runs.get(base.run)
     seen = 0 if branch is None else branch.incarnation
     # By its name, as it were, if later ones are to be abandoned.
-    return LoadedBase.of(base, base.tag, newest if newest == base.sequence else None, token, seen)
+    is_latest = base.is_current and newest == base.sequence
+    return LoadedBase.of(base, base.tag, newest if is_latest else None, token, seen)
 
 
-def _is_continued(info: CheckpointInfo, place: str, timeline: TrainingLine) -> bool:
+def _is_continued(info: CheckpointInfo, place: str, line: TrainingLine) -> bool:
     """Return whether the training at ``place`` has come by these weights. Raises ``StateError`` if they are not its."""
     try:
         state = msgspec.json.decode(NativeReader(info.path).read_small_file(STATE), type=dict[str, Any])
@@ -149,4 +163,4 @@ def _is_continued(info: CheckpointInfo, place: str, timeline: TrainingLine) -> b
             f"the weights {info.tag!r} in {where} are of {owner}, and this training is in {place}. Pass another run "
             "directory as models=, or move these weights elsewhere"
         )
-    return info.step is not None and timeline.has(info.step, origin)
+    return info.step is not None and line.has(info.step, origin)

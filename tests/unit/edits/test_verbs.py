@@ -205,7 +205,7 @@ class TestResizeVocab:
 
 
 class TestRename:
-    @pytest.mark.parametrize("pattern", [r"^(\w+\.?)+!", r"^((\w+)\.?)*!"])
+    @pytest.mark.parametrize("pattern", [r"^(\w+\.?)+!", r"^((\w+)\.?)*!", r"\w?" * 40 + "!"])
     def test_an_expression_that_searches_for_ever_is_refused(self, tmp_path: Path, source: Path, pattern: str) -> None:
         save_file({f"{'layer' * 10}.weight": torch.ones(2)}, source / "model.safetensors", {"format": "pt"})
         with (
@@ -316,7 +316,6 @@ class TestLayers:
             (b'{"num_hidden_layers": 3.0}', "num_hidden_layers 3.0, where whole numbers"),
             (b'{"num_hidden_layers": 3, "mlp_only_layers": ["0"]}', r"mlp_only_layers \['0'\], where whole numbers"),
             (b'{"num_hidden_layers": 3, "first_k_dense_replace": "1"}', "first_k_dense_replace '1', where whole"),
-            (b'{"num_hidden_layers": 3, "layer_types": ["a"]}', "layer_types in config.json has 1 elements"),
             (b"[1]", "no JSON object"),
             (b'{"num_hidden_layers": 3', "no JSON object"),
             (b"\xff", "no JSON object"),
