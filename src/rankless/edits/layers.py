@@ -42,6 +42,7 @@ class Layers(msgspec.Struct, frozen=True, tag_field="verb", tag="layers", forbid
         new_of = {old: [new for new, layer in enumerate(order) if layer == old] for old in range(count)}
         pattern = _pattern_of(stack)
         self._check_models(catalog, stack, pattern, count)
+        _check_first_layer(catalog, pattern, order)
 
         def rename(name: str) -> Sequence[str]:
             match = pattern.fullmatch(name)
@@ -104,6 +105,23 @@ class Layers(msgspec.Struct, frozen=True, tag_field="verb", tag="layers", forbid
                 f"layers: {wanted} was looked for in {catalog.label}; found: {listed}. Pass stack= with its name"
             )
         return stacks.popitem()
+
+
+def _check_first_layer(catalog: Catalog, pattern: re.Pattern[str], order: Sequence[int]) -> None:
+    """Raise ``InvalidArgumentError`` if the first layer alone has something, such as T5's position bias, and moves.
+
+    All layers of such a model use it, and look for it in the first one.
+    """
+    for group in catalog.groups_of(MODEL):
+        layers: dict[int, set[str]] = {}
+        for match in filter(None, map(pattern.fullmatch, (*catalog.tensors[group], *catalog.tied.get(group, {})))):
+            layers.setdefault(int(match[2]), set()).add(match[3])
+        first = layers.pop(0, set())
+        own = first.difference(*layers.values())
+        if own and layers and all(names < first for names in layers.values()) and (order[0] or 0 in order[1:]):
+            raise InvalidArgumentError(
+                f"layers: only layer 0 has {min(own)[1:]!r}, which the others use: keep it as the first, and once"
+            )
 
 
 def _numbers_of(stack: str, names: Sequence[str]) -> dict[str, set[int]]:

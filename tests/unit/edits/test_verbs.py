@@ -349,6 +349,17 @@ class TestLayers:
         with pytest.raises(InvalidArgumentError, match=text):
             rankless.edit(run, tmp_path / "out", [edit])
 
+    @pytest.mark.parametrize("edit", ["layers order=1,0", "layers drop=0", "layers order=0,0,1"])
+    def test_what_only_the_first_layer_has_stays_there(self, tmp_path: Path, source: Path, edit: str) -> None:
+        """All layers of T5 use the position bias of the first one."""
+        tensors = {f"block.{n}.q.weight": torch.ones(2) for n in range(3)}
+        tensors["block.0.relative_attention_bias.weight"] = torch.ones(2)
+        save_file(tensors, source / "model.safetensors", {"format": "pt"})
+        with pytest.raises(InvalidArgumentError, match="only layer 0 has 'relative_attention_bias"):
+            rankless.edit(source, tmp_path / "out", [edit], to="hf")
+        made = rankless.edit(source, tmp_path / "out", ["layers order=0,2,2,1"], to="hf")
+        assert "block.0.relative_attention_bias.weight" in load_file(made / "model.safetensors")
+
     def test_one_of_several_stacks_is_named(self, tmp_path: Path) -> None:
         tensors = {f"{side}.block.{n}.w": torch.full((2,), float(n)) for n in range(2) for side in ("enc", "dec")}
         rankless.save_model(tensors, tmp_path / "m.safetensors")
