@@ -21,6 +21,7 @@ import msgspec
 from rankless.errors import CorruptCheckpointError, StateError
 from rankless.formats.native import STATE, NativeReader
 from rankless.observe.warning import warn_caller
+from rankless.process.prepared_types import prepared
 from rankless.run.catalog import list_checkpoints_strictly
 from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.claims import JobHistory, LoadedBase
@@ -33,6 +34,7 @@ SUFFIX = "-models"
 _TRAINING = "training"
 
 
+@prepared
 class Origin(msgspec.Struct, frozen=True):
     """The origin of saved weights.
 
