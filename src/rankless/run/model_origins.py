@@ -114,10 +114,10 @@ def list_current(path: Path) -> list[CheckpointInfo]:
 def find_base(path: Path, place: str, line: TrainingLine) -> LoadedBase | None:
     """Return the weights that the saves of a training at ``place`` continue; ``None`` if there are no weights.
 
-    They are the newest that the training has come by, also if they are abandoned: it may have gone back, and forward
-    again to a checkpoint that it had left. If it has come by none, all are abandoned. Weights whose values are corrupt
-    are passed over, with a warning: no training resumes from them. Raises ``StateError`` if the run directory is not
-    one of weights of this training alone.
+    They are the newest that the training has come by, also if they are abandoned: a rollback may lead to a checkpoint
+    that the training had left. If it has come by none, all are abandoned. Weights whose values are corrupt are passed
+    over, with a warning: no training resumes from them. Raises ``StateError`` if the run directory is not one of
+    weights of this training alone.
     """
     infos = [info for info in list_checkpoints_strictly(path) if info.status == "complete"]
     if not infos:
