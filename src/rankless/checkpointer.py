@@ -512,7 +512,7 @@ class Checkpointer:
             else:
                 failures.run_until_success(self._directory.wait)
             if self._models is not None:
-                failures.run_until_success(self._models.wait)
+                failures.run_until_success(self._models.end)
             if error is None:
                 failures.raise_first(_LOOP_HAS_ENDED)
             else:

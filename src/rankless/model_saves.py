@@ -40,6 +40,8 @@ class ModelSaves:
         self._directory, self._main, self._cadence, self._model = directory, main, cadence, model
         self._place = place_of(main.path, directory.path)
         self._origin: Mapping[str, Any] = {}
+        #: The error of the newest save, if its call has failed.
+        self._failure: Exception | None = None
 
     def check_new(self) -> None:
         """Raise ``StateError``, on rank 0 in a vote of the caller, if a training begins where another one has saved."""
@@ -92,14 +94,29 @@ class ModelSaves:
         # Only rank 0 knows the incarnation. Values that ranks have differently would be stored for each.
         origin = self._origin if directory.rank == COORDINATOR_RANK else None
         with tolerating(f"{directory.path / tag}", directory.ask_rank_0):
-            directory.save(tag, self._model, step=step, metrics=metrics, rng=False, user_content=origin)
+            self._failure = None
+            try:
+                directory.save(tag, self._model, step=step, metrics=metrics, rng=False, user_content=origin)
+            except Exception as error:
+                self._failure = error
+                raise
         self._cadence.restart(time.perf_counter() - began)
 
     def wait(self) -> None:
         """Wait for the saves in the background. Raises the error of one that has failed.
 
-        :class:`rankless.Checkpointer` calls it at the end of its block, on every rank.
+        :meth:`rankless.Checkpointer.finalize` calls it on every rank.
         """
+        self._directory.wait()
+
+    def end(self) -> None:
+        """Wait for the saves, and raise the error of the newest one, also if it was a warning: no later one follows.
+
+        :class:`rankless.Checkpointer` calls it at the end of its block, on every rank, until it raises nothing.
+        """
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         self._directory.wait()
 
 

@@ -212,10 +212,20 @@ def weights_that_cannot_be_written() -> Iterator[None]:
         yield
 
 
-def test_the_last_weights_of_a_block_are_saved_or_it_raises(tmp_path: Path) -> None:
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.filterwarnings("ignore:.*run-models")
+def test_the_last_weights_of_a_block_are_saved_or_it_raises(tmp_path: Path, async_save: bool) -> None:
     """Also if failures may be warnings: nothing makes up for them any more."""
     with weights_that_cannot_be_written(), pytest.raises(StorageError, match="no space"):
-        train(tmp_path / "run", 3, save_model_every=3, async_save=True, on_failure="warn")
+        train(tmp_path / "run", 3, save_model_every=3, async_save=async_save, on_failure="warn")
+    assert list(values(tmp_path / "run")) == ["step_3"]
+
+
+@pytest.mark.filterwarnings("ignore:.*file/weights")
+def test_a_place_that_no_weights_can_be_saved_in_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="file/weights"):
+        train(tmp_path / "run", 3, save_model_every=3, models=tmp_path / "file/weights", on_failure="warn")
     assert list(values(tmp_path / "run")) == ["step_3"]
 
 
@@ -299,6 +309,17 @@ def test_weights_are_current_again_with_the_checkpoint_that_the_training_goes_on
     with another_process():
         assert train(run, 8, tag="step_6", **options) == 6
     assert current(tmp_path / "run-models") == ["step_2", "step_4", "step_6", "step_8"]
+
+
+@pytest.mark.parametrize("corrupt", [["step_6"], ["step_2", "step_4", "step_6"]])
+def test_weights_of_another_training_are_safe_if_some_are_corrupt(tmp_path: Path, corrupt: list[str]) -> None:
+    weights = tmp_path / "weights"
+    train(tmp_path / "a", 6, save_model_every=2, models=weights)
+    for tag in corrupt:
+        (weights / tag / "state.json").write_text("{")
+    with another_process(), pytest.raises(StateError, match=r"are of the training in|not known whose they are"):
+        train(tmp_path / "b", 4, save_model_every=2, models=weights)
+    assert current(weights) == ["step_2", "step_4", "step_6"]
 
 
 def test_corrupt_weights_end_no_training(tmp_path: Path) -> None:

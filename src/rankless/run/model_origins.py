@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +122,7 @@ def find_base(path: Path, place: str, line: TrainingLine) -> LoadedBase | None:
     infos = [info for info in list_checkpoints_strictly(path) if info.status == "complete"]
     if not infos:
         return None
-    by_step = sorted(infos, key=lambda info: (info.step or 0, info.sequence), reverse=True)
-    _is_continued(by_step[0], place, line)  # so that weights of another training are refused in any case
-    past = (info for info in by_step if info.step is not None and info.step <= line.step)
-    base, token = next((info for info in past if _is_continued(info, place, line)), None), secrets.token_hex(8)
+    base, token = _find_newest(infos, place, line), secrets.token_hex(8)
     if base is None:
         if not line.step and infos[-1].is_current:
             warn_caller(
@@ -141,8 +138,36 @@ def find_base(path: Path, place: str, line: TrainingLine) -> LoadedBase | None:
     return LoadedBase.of(base, base.tag, newest if is_latest else None, token, seen)
 
 
-def _is_continued(info: CheckpointInfo, place: str, line: TrainingLine) -> bool:
-    """Return whether the training at ``place`` has come by these weights. Raises ``StateError`` if they are not its."""
+def _find_newest(infos: Sequence[CheckpointInfo], place: str, line: TrainingLine) -> CheckpointInfo | None:
+    """Return the newest weights that the training at ``place`` has come by.
+
+    The newest that can be read are checked in any case: weights of another training must not be abandoned.
+    """
+    is_checked = False
+    for info in sorted(infos, key=lambda info: (info.step or 0, info.sequence), reverse=True):
+        is_past = info.step is not None and info.step <= line.step
+        if is_checked and not is_past:
+            continue
+        origin = _read_origin(info)
+        if origin is None:
+            continue
+        _check_owner(info, origin, place)
+        is_checked = True
+        if info.step is not None and line.has(info.step, origin):
+            return info
+    if not is_checked and not _is_default(infos[-1].path.parent, place):
+        raise StateError(
+            f"none of the weights in {infos[-1].path.parent} can be read, so it is not known whose they are: move them "
+            "elsewhere, or pass another run directory as models="
+        )
+    return None
+
+
+def _read_origin(info: CheckpointInfo) -> Origin | None:
+    """Return the origin of weights, an empty one if they have none; ``None``, with a warning, if they are corrupt.
+
+    Raises ``StateError`` if they are a checkpoint with an optimizer.
+    """
     try:
         state = msgspec.json.decode(NativeReader(info.path).read_small_file(STATE), type=dict[str, Any])
         content = state.get("user_content")
@@ -150,19 +175,27 @@ def _is_continued(info: CheckpointInfo, place: str, line: TrainingLine) -> bool:
         origin = Origin("") if known is None else msgspec.convert(known, Origin)
     except (CorruptCheckpointError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         warn_caller(f"the weights {info.path} are corrupt, and passed over: {error}")
-        return False
-    where = info.path.parent
+        return None
     if "optimizer" in state:
         raise StateError(
-            f"{where} is a run directory of checkpoints: {info.tag!r} has an optimizer, and not only weights. Pass "
-            "another one as models="
+            f"{info.path.parent} is a run directory of checkpoints: {info.tag!r} has an optimizer, and not only "
+            "weights. Pass another one as models="
         )
-    # Weights that were saved before origins were stored have none: the default place belongs to its training.
-    is_default = where.name.endswith(SUFFIX) and place == f"../{where.name.removesuffix(SUFFIX)}"
-    if origin.run_directory != place and (origin.run_directory or not is_default):
-        owner = f"the training in {origin.run_directory}, seen from there" if origin.run_directory else "something else"
-        raise StateError(
-            f"the weights {info.tag!r} in {where} are of {owner}, and this training is in {place}. Pass another run "
-            "directory as models=, or move these weights elsewhere"
-        )
-    return info.step is not None and line.has(info.step, origin)
+    return origin
+
+
+def _check_owner(info: CheckpointInfo, origin: Origin, place: str) -> None:
+    """Raise ``StateError`` if weights are not of the training at ``place``."""
+    where = info.path.parent
+    if origin.run_directory == place or (not origin.run_directory and _is_default(where, place)):
+        return
+    owner = f"the training in {origin.run_directory}, seen from there" if origin.run_directory else "something else"
+    raise StateError(
+        f"the weights {info.tag!r} in {where} are of {owner}, and this training is in {place}. Pass another run "
+        "directory as models=, or move these weights elsewhere"
+    )
+
+
+def _is_default(where: Path, place: str) -> bool:
+    """Return whether weights are in the default place of a training, which belongs to it: also without an origin."""
+    return where.name.endswith(SUFFIX) and place == f"../{where.name.removesuffix(SUFFIX)}"
