@@ -69,11 +69,17 @@ def check_bytes(runs: Sequence[ReceivedRun], expected: dict[tuple[int, int], int
     assert dict(written) == expected
 
 
-@given(st.one_of(irregular(), regular()), st.sampled_from([1, 16, 2**20]), st.sampled_from([1, 2**20]))
+@given(
+    st.one_of(irregular(), regular()),
+    st.sampled_from([1, 16, 2**20]),
+    st.sampled_from([1, 2**20]),
+    st.sampled_from([1, 2, 7, 2**16]),
+)
 def test_received_bytes_are_gathered_into_runs_of_their_files(
-    rows: list[CellTransfer], run_bytes: int, min_uncopied: int
+    rows: list[CellTransfer], run_bytes: int, min_uncopied: int, chunk_rows: int
 ) -> None:
     with (
+        mock.patch.object(received_messages, "_CHUNK_ROWS", chunk_rows),
         mock.patch.object(received_messages, "_RUN_BYTES", run_bytes),
         mock.patch.object(received_messages, "_MIN_UNCOPIED", min_uncopied),
     ):

@@ -11,7 +11,7 @@ bytes each)``: one strided copy out of messages that lie one after another in me
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,9 @@ _RUN_BYTES = 2**20
 #: Transfers of this many bytes are not copied out of their messages.
 _MIN_UNCOPIED = 64 * 2**10
 
+#: The transfers that are looked at together. Columns of 12 million transfers take longer to allocate than to fill.
+_CHUNK_ROWS = 2**16
+
 #: Series must have this many transfers on average, or the transfers are gathered by their indices.
 _MIN_SERIES = 8
 
@@ -37,6 +40,16 @@ class ReceivedRun(NamedTuple):
     data: Bytes
 
 
+class _Series(NamedTuple):
+    """Transfers of equal sizes, adjacent in a file, by ``senders`` ranks whose numbers increase by one."""
+
+    file: int
+    start: int
+    first_sender: int
+    senders: int
+    size: int
+
+
 class ReceivedMessages:
     """Memory for the messages of all senders, by rank in ``by_rank``. Each has ``trailer_bytes`` after its transfers.
 
@@ -44,11 +57,16 @@ class ReceivedMessages:
     """
 
     def __init__(self, transfers: TransferTable, trailer_bytes: int) -> None:
-        self._transfers, self._sizes = transfers, transfers.sizes
-        self._senders, ranks = _number_senders(transfers.ranks)
-        self._firsts = self._find_series()
-        has_large = len(self._sizes) and self._sizes.mean() >= _MIN_UNCOPIED
-        self._is_regular = bool(has_large) or len(self._sizes) >= _MIN_SERIES * len(self._firsts)
+        self._transfers = transfers
+        ranks = _order_senders(transfers.ranks)
+        self._number_of = np.zeros(max(ranks, default=-1) + 1, np.int32)
+        self._number_of[ranks] = np.arange(len(ranks))
+        count, total = len(transfers.ranks), int(transfers.stops.sum() - transfers.starts.sum())
+        self._has_large = total >= _MIN_UNCOPIED * count
+        firsts = self._find_series()
+        self._series: list[_Series] | None = None
+        if self._has_large or count >= _MIN_SERIES * len(firsts):
+            self._series = self._describe_series(firsts)
         lengths = self._count_bytes(len(ranks)) + trailer_bytes
         stops = np.cumsum(lengths)
         self._starts = stops - lengths
@@ -58,34 +76,38 @@ class ReceivedMessages:
 
     def runs(self) -> Iterator[ReceivedRun]:
         """Yield the received bytes in the order of the files. All messages must have arrived."""
-        yield from self._take_series() if self._is_regular else self._gather_transfers()
+        yield from self._gather_transfers() if self._series is None else self._take_series(self._series)
 
     def _find_series(self) -> Numbers:
-        """Return the first transfer of each series: adjacent ones of equal sizes, by one sender after another."""
-        files, starts, stops, _ = self._transfers
-        is_next = (files[1:] == files[:-1]) & (starts[1:] == stops[:-1]) & (self._sizes[1:] == self._sizes[:-1])
-        is_next &= (self._senders[1:] - self._senders[:-1] == 1) & (self._sizes[1:] < _MIN_UNCOPIED)
-        return np.flatnonzero(np.concatenate([[True], ~is_next])[: len(files)])
+        """Return the first transfer of each series. A series has no large transfers, or is one."""
+        firsts = []
+        for rows in _divide(len(self._transfers.ranks), overlap=1):
+            files, starts, stops, ranks = (column[rows] for column in self._transfers)
+            senders, sizes = self._number_of[ranks], stops - starts
+            is_next = (files[1:] == files[:-1]) & (starts[1:] == stops[:-1]) & (sizes[1:] == sizes[:-1])
+            is_next &= (senders[1:] - senders[:-1] == 1) & (sizes[1:] < _MIN_UNCOPIED)
+            firsts.append(np.flatnonzero(~is_next) + rows.start + 1)
+        return np.concatenate([np.arange(min(1, len(self._transfers.ranks))), *firsts])
 
-    def _iterate_series(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the first transfer, the first sender, the number of transfers and their bytes for each series."""
-        counts = np.diff(np.concatenate([self._firsts, [len(self._sizes)]])).tolist()
-        senders, sizes = (column[self._firsts].tolist() for column in (self._senders, self._sizes))
-        yield from zip(self._firsts.tolist(), senders, counts, sizes, strict=True)
+    def _describe_series(self, firsts: Numbers) -> list[_Series]:
+        counts = np.diff(firsts, append=len(self._transfers.ranks))
+        files, starts, stops, ranks = self._transfers.select_rows(firsts)
+        columns = (files, starts, self._number_of[ranks], counts, stops - starts)
+        return [_Series(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
     def _count_bytes(self, count: int) -> Numbers:
         """Return the bytes of each of ``count`` senders."""
-        if not self._is_regular:
-            return np.bincount(self._senders, self._sizes, count).astype(np.int64)
+        if self._series is None:
+            senders = self._number_of[self._transfers.ranks]
+            return np.bincount(senders, self._transfers.sizes, count).astype(np.int64)
         totals = np.zeros(count, np.int64)
-        for _, sender, number, size in self._iterate_series():
+        for _, _, sender, number, size in self._series:
             totals[sender : sender + number] += size
         return totals
 
-    def _take_series(self) -> Iterator[ReceivedRun]:
+    def _take_series(self, all_series: Sequence[_Series]) -> Iterator[ReceivedRun]:
         places = self._starts.copy()
-        files, starts = (column[self._firsts].tolist() for column in self._transfers[:2])
-        for file, start, (_, sender, count, size) in zip(files, starts, self._iterate_series(), strict=True):
+        for file, start, sender, count, size in all_series:
             step = max(1, _RUN_BYTES // size)
             for done in range(0, count, step):
                 taken = places[sender + done : sender + min(done + step, count)]
@@ -93,12 +115,13 @@ class ReceivedMessages:
             places[sender : sender + count] += size
 
     def _gather_transfers(self) -> Iterator[ReceivedRun]:
-        files, starts, stops, _ = self._transfers
-        sizes, order = self._sizes, _order_by_sender(self._senders)
+        files, starts, stops, ranks = self._transfers
+        sizes, senders = self._transfers.sizes, self._number_of[ranks]
+        order = _order_by_sender(senders)
         before = np.cumsum(sizes[order]) - sizes[order]
-        is_first = np.diff(self._senders[order], prepend=-1) > 0
+        is_first = np.diff(senders[order], prepend=-1) > 0
         places = np.empty_like(sizes)
-        places[order] = before - np.repeat(before[is_first] - self._starts, np.bincount(self._senders))
+        places[order] = before - np.repeat(before[is_first] - self._starts, np.bincount(senders))
         is_first = (files[1:] != files[:-1]) | (starts[1:] != stops[:-1])
         is_first |= np.diff(np.cumsum(sizes) // _RUN_BYTES) > 0
         edges = [0, *(np.flatnonzero(is_first) + 1).tolist(), len(sizes)]
@@ -107,19 +130,25 @@ class ReceivedMessages:
             yield ReceivedRun(int(files[first]), int(starts[first]), data)
 
 
-def _number_senders(ranks: SmallNumbers) -> tuple[SmallNumbers, list[int]]:
-    """Return a number for the sender of each transfer, and the rank of each number. The first sender is number 0.
+def _divide(count: int, overlap: int = 0) -> Iterator[slice]:
+    """Yield slices of ``count`` rows. Each but the first begins with the last ``overlap`` rows of the slice before."""
+    for first in range(0, count, _CHUNK_ROWS):
+        yield slice(max(0, first - overlap), min(first + _CHUNK_ROWS, count))
+
+
+def _order_senders(ranks: SmallNumbers) -> list[int]:
+    """Return the ranks in the order of their first transfers: the number of a sender is its place in the result.
 
     So the numbers of a series increase by one, whatever the order of the ranks in the mesh is.
     """
-    if not len(ranks):
-        return ranks, []
-    first = np.full(int(ranks.max()) + 1, len(ranks))
-    first[ranks[::-1]] = np.arange(len(ranks))[::-1]
-    order = np.argsort(first, kind="stable")[: np.count_nonzero(first < len(ranks))]
-    number_of = np.zeros(len(first), np.int32)
-    number_of[order] = np.arange(len(order))
-    return number_of[ranks], order.tolist()
+    ordered: list[int] = []
+    is_known = np.zeros(int(ranks.max(initial=-1)) + 1, bool)
+    for rows in _divide(len(ranks)):
+        unknown = ranks[rows][~is_known[ranks[rows]]]
+        found, first_uses = np.unique(unknown, return_index=True)
+        ordered += found[np.argsort(first_uses)].tolist()
+        is_known[found] = True
+    return ordered
 
 
 def _order_by_sender(senders: SmallNumbers) -> Numbers:
