@@ -22,6 +22,9 @@ from rankless.storage.aligned_memory import Bytes
 #: About the most bytes of small transfers in one run. Runs of irregular transfers take 16 times as much for indices.
 _RUN_BYTES = 2**20
 
+#: The bytes of a line of the processor's cache.
+_WINDOW_BYTES = 64
+
 #: Transfers of this many bytes are not copied out of their messages.
 _MIN_UNCOPIED = 64 * 2**10
 
@@ -107,12 +110,15 @@ class ReceivedMessages:
 
     def _take_series(self, all_series: Sequence[_Series]) -> Iterator[ReceivedRun]:
         places = self._starts.copy()
-        for file, start, sender, count, size in all_series:
-            step = max(1, _RUN_BYTES // size)
-            for done in range(0, count, step):
-                taken = places[sender + done : sender + min(done + step, count)]
-                yield ReceivedRun(file, start + done * size, _take_slices(self._data, taken, size))
-            places[sender : sender + count] += size
+        for window in _group_series(all_series):
+            senders = slice(window[0].first_sender, window[0].first_sender + window[0].senders)
+            data, starts, width = self._data, places[senders], sum(series.size for series in window)
+            if len(window) > 1:
+                data, starts = _take_slices(data, starts, width), np.arange(len(starts)) * width
+            for series in window:
+                yield from _copy_series(series, data, starts)
+                starts = starts + series.size
+            places[senders] += width
 
     def _gather_transfers(self) -> Iterator[ReceivedRun]:
         files, starts, stops, ranks = self._transfers
@@ -128,6 +134,30 @@ class ReceivedMessages:
         for first, stop in itertools.pairwise(edges):
             data = _gather_slices(self._data, places[first:stop], sizes[first:stop])
             yield ReceivedRun(int(files[first]), int(starts[first]), data)
+
+
+def _group_series(all_series: Sequence[_Series]) -> Iterator[list[_Series]]:
+    """Yield series of the same senders whose bytes are together in each message, up to a line of the cache.
+
+    A message of each sender is read once for each group: so 12 million reads of a few bytes take half of the time.
+    """
+    group: list[_Series] = []
+    for series in all_series:
+        senders, width = series[2:4], sum(member.size for member in group)
+        if group and (group[0][2:4] != senders or width + series.size > _WINDOW_BYTES):
+            yield group
+            group = []
+        group.append(series)
+    if group:
+        yield group
+
+
+def _copy_series(series: _Series, data: Bytes, starts: Numbers) -> Iterator[ReceivedRun]:
+    """Yield the bytes of a series in runs, given the place of each sender's bytes in ``data``."""
+    step = max(1, _RUN_BYTES // series.size)
+    for done in range(0, series.senders, step):
+        taken = _take_slices(data, starts[done : done + step], series.size)
+        yield ReceivedRun(series.file, series.start + done * series.size, taken)
 
 
 def _divide(count: int, overlap: int = 0) -> Iterator[slice]:
