@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import sys
 
-from rankless.errors import FormatError, NoCheckpointError
+from rankless.errors import EmptyRunError, FormatError
 from rankless.observe.terminal import escape_control_characters, terminal_console
 
 _HINTS = {
-    NoCheckpointError: "Pass a checkpoint, or the folder of a run or of published weights.",
+    EmptyRunError: "Pass a checkpoint, or the folder of a run or of published weights.",
     FormatError: "Pass the folder or file of a checkpoint, or the folder of a run.",
 }
 

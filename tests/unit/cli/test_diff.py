@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,19 @@ class TestTensors:
             rankless.save_checkpoint(tmp_path, f"s{step}", model, rng=False)
         line = call(tmp_path / "s1", tmp_path / "s2", code=1).stdout.splitlines()[0]
         assert line == "2 of 2 tensors differ: model by at most 0.125, integers in model by at most 5"
+
+    def test_steps_are_no_change_of_moments(self, tmp_path: Path) -> None:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(1, 12):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            if step in {1, 11}:
+                rankless.save_checkpoint(tmp_path, f"s{step}", model, optimizer, rng=False)
+        line = call(tmp_path / "s1", tmp_path / "s11", code=1).stdout.splitlines()[0]
+        largest = dict(re.findall(r"(model|optimizer|steps of the optimizer) by at most ([\d.e-]+)", line))
+        assert largest.pop("steps of the optimizer") == "10"
+        assert max(map(float, largest.values())) < 10
 
     def test_one_differs_and_several_differ(self, tmp_path: Path) -> None:
         for tag, value, lr in (("a", 1.0, 1), ("b", 2.0, 2), ("c", 1.0, 2)):

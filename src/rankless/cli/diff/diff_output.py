@@ -22,6 +22,9 @@ from rankless.ondisk.data_files import TensorInfo
 if TYPE_CHECKING:
     from rankless.inspection.tensor_differences import TensorDifference
 
+#: The beginnings of the names of groups that count something, and are no measure of weights.
+_COUNTS = ("steps of the ", "integers in ")
+
 
 def comparison_tables(comparison: CheckpointComparison) -> Iterator[Table]:
     """Return a table of tensors that cannot be compared, one of tensors that differ, and one of values."""
@@ -57,12 +60,10 @@ def comparison_headline(comparison: CheckpointComparison) -> str:
     clauses = [f"{differ:,} of {format_count(comparison.compared, 'tensor')} {_differ_verb(differ)}"] if differ else []
     largest: dict[str, float] = {}
     for pair, difference in comparison.differing:
-        group = pair.name.partition("/")[0] if "/" in pair.name else "saved values"
-        if _are_counts(comparison, pair):
-            group = f"integers in {group}"
+        group = _group_of(comparison, pair)
         largest[group] = max(largest.get(group, 0.0), difference.absolute)
     if largest:
-        weights_first = sorted(largest.items(), key=lambda item: item[0].startswith("integers in "))
+        weights_first = sorted(largest.items(), key=lambda item: item[0].startswith(_COUNTS))
         clauses[0] += ": " + ", ".join(f"{group} by at most {number:.3g}" for group, number in weights_first)
     if comparison.apart:
         clauses.append(f"{format_count(len(comparison.apart), 'tensor')} of other shapes, or on one side only")
@@ -75,8 +76,17 @@ def comparison_headline(comparison: CheckpointComparison) -> str:
     return escape_control_characters("; ".join(clauses))
 
 
-def _are_counts(comparison: CheckpointComparison, pair: TensorPair) -> bool:
-    """Return whether a tensor has integers, such as the number of averaged steps, which are no measure of weights."""
+def _group_of(comparison: CheckpointComparison, pair: TensorPair) -> str:
+    """Return the component of a tensor. Steps and integers count something, so they are groups of their own."""
+    component, slash, name = pair.name.partition("/")
+    if not slash:
+        component = "saved values"
+    if slash and name.rpartition("/")[2] == "step":
+        return f"{_COUNTS[0]}{component}"
+    return f"{_COUNTS[1]}{component}" if _are_integers(comparison, pair) else component
+
+
+def _are_integers(comparison: CheckpointComparison, pair: TensorPair) -> bool:
     return all(info is not None and info.dtype[:1] in {"I", "U"} for info in _pair_infos(comparison, pair))
 
 
