@@ -66,6 +66,9 @@ class Place(Protocol):
         """Return the path of an output."""
 
 
+AnyPlace = TypeVar("AnyPlace", bound=Place)
+
+
 def weights_of(value: float) -> torch.Tensor:
     return torch.arange(300.0) + value
 
@@ -519,7 +522,7 @@ def count_bytes(place: Place) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def in_new_job(place: Place) -> Place:
+def in_new_job(place: AnyPlace) -> AnyPlace:
     """Return the place as another job sees it: it has saved and loaded nothing."""
     if isinstance(place, Run):
         return replace(place, _directory=None, ranks=None)
