@@ -113,7 +113,7 @@ def current_weights(place: Run) -> dict[int, float]:
 
 
 @promise(
-    "weights that are saved beside checkpoints are of the branch of the training that goes on, also after a rollback",
+    "weights that are saved next to checkpoints are of the branch of the training that goes on, also after a rollback",
     exempt=_NO_TRAINING,
     in_one_process=True,
 )

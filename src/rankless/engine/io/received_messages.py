@@ -72,7 +72,7 @@ class _Window(NamedTuple):
 
     def find_slices(self, starts: Numbers) -> Numbers:
         """Return the places in the window of bytes that begin at ``starts`` in the messages."""
-        return np.arange(len(starts)) * _WINDOW_BYTES + (starts[0] - self.starts[0])
+        return np.arange(len(starts)) * _WINDOW_BYTES + int(starts[0] - self.starts[0])
 
 
 class ReceivedMessages:
