@@ -8,7 +8,6 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from campaigns.common.case_runner import format_table
 from campaigns.optimizers.verdict import EXACT, FAILS_BY_ITSELF, Verdict
 
 RESULTS = Path(__file__).parent / "results.json"
@@ -17,8 +16,8 @@ PAGE = Path(__file__).parents[2] / "docs/optimizers-and-families.md"
 _BEGIN = "<!-- written by python -m campaigns.optimizers packages --write -->\n"
 _END = "<!-- end of what it writes -->\n"
 
-#: The titles of the layouts in tables.
-_TITLES = {"plain": "one process", "fsdp2": "FSDP2"}
+#: The titles of the layouts on the page.
+_TITLES = {"plain": "One process", "fsdp2": "FSDP2"}
 
 #: By package its version, and by layout and name the verdict as a pair of texts.
 Results = dict[str, dict[str, Any]]
@@ -51,17 +50,23 @@ def replace_section(page: str, results: Results) -> str:
 
 def format_results(results: Results) -> str:
     """Return the names by verdicts, and the reason of each verdict that is not torch's fault."""
-    rows = [
-        (f"{package} {results[package]['version']}", *kinds, len(names), ", ".join(names))
-        for (package, *kinds), names in _group(results).items()
-    ]
+    verdicts: dict[tuple[str, ...], list[str]] = {}
+    for (package, *kinds), names in _group(results).items():
+        line = f"- {package} {results[package]['version']} ({len(names)}): {', '.join(names)}"
+        verdicts.setdefault(tuple(kinds), []).append(line)
+    parts = ["\n".join([f"{_describe(kinds)}\n", *lines]) for kinds, lines in verdicts.items()]
     reasons: dict[str, list[str]] = {}
     for package, layout, name, kind, text in _iterate(results):
         if kind not in {EXACT, FAILS_BY_ITSELF}:
             reason = shorten(text.replace("`", ""), 200, placeholder=" …")
             reasons.setdefault(f"{_TITLES[layout]}, {kind}: `{reason}`", []).append(f"{name} of {package}")
     lines = [f"- {', '.join(names)}, {reason}" for reason, names in reasons.items()]
-    return "\n\n".join([format_table(("package", *_TITLES.values(), "number", "names"), rows), "\n".join(lines)])
+    return "\n\n".join([*parts, "Reasons:", "\n".join(lines)])
+
+
+def _describe(kinds: tuple[str, ...]) -> str:
+    """Return the verdicts in the layouts as the title of a list."""
+    return f"**{', '.join(f'{title}: {kind}' for title, kind in zip(_TITLES.values(), kinds, strict=True))}**"
 
 
 def _iterate(results: Results) -> Iterator[tuple[str, str, str, str, str]]:
