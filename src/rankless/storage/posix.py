@@ -17,7 +17,7 @@ import shutil
 import stat
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import takewhile
 from os import PathLike
 from pathlib import Path
@@ -44,29 +44,36 @@ _AT_ONCE = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _NO_FILE = {errno.ENOENT, errno.EACCES, *_NOT_DIRECTORY}
 
 
-@contextmanager
-def wrap_os_errors(action: str, path: object) -> Iterator[None]:
-    """Turn an ``OSError`` into a ``StorageError`` that names the failed action and the path."""
-    try:
-        yield
-    except RanklessError:
-        raise
-    except OSError as error:
+class _WrappedErrors(AbstractContextManager[None]):
+    """See :func:`wrap_os_errors`.
+
+    It is no generator: the frame of a generator that has raised keeps the frames of its callers in a cycle, with
+    Python 3.13, and so the memory of a save, until the garbage collector runs.
+    """
+
+    def __init__(self, action: str, path: object) -> None:
+        self._action, self._path = action, path
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not isinstance(error, OSError) or isinstance(error, RanklessError):
+            return
         # A file that another host has removed is missing, also for an NFS client that has it open.
         number = errno.ENOENT if error.errno == errno.ESTALE else error.errno
-        hint = _HINTS.get(error.errno or 0, "")
-        raise StorageError(number, f"could not {action} {path}: {os.strerror(error.errno or 0)}{hint}") from error
+        reason = f"{os.strerror(error.errno or 0)}{_HINTS.get(error.errno or 0, '')}"
+        raise StorageError(number, f"could not {self._action} {self._path}: {reason}") from error
 
 
-@contextmanager
-def _stale_as_missing() -> Iterator[None]:
-    """Raise ``FileNotFoundError`` instead of ``ESTALE``."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.ESTALE:
-            raise
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from error
+def wrap_os_errors(action: str, path: object) -> AbstractContextManager[None]:
+    """Turn an ``OSError`` of the block into a ``StorageError`` that names the failed action and the path."""
+    return _WrappedErrors(action, path)
+
+
+class _StaleAsMissing(AbstractContextManager[None]):
+    """Raises ``FileNotFoundError`` instead of ``ESTALE``."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, OSError) and error.errno == errno.ESTALE:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from error
 
 
 def local_path(path: str | PathLike[str]) -> Path:
@@ -342,7 +349,7 @@ def list_regular_files(path: Path) -> set[str]:
     """List the names of the regular files in a directory, read in one pass; none if it is missing."""
     with wrap_os_errors("list", path):
         try:
-            with _stale_as_missing(), os.scandir(path) as entries:
+            with _StaleAsMissing(), os.scandir(path) as entries:
                 return {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
         except (FileNotFoundError, NotADirectoryError):
             return set()
@@ -362,7 +369,7 @@ def identify(path: Path) -> tuple[int, int, int] | None:
     """
     with wrap_os_errors("inspect", path):
         try:
-            with _stale_as_missing():
+            with _StaleAsMissing():
                 status = path.lstat()
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -390,7 +397,7 @@ def disk_usage(path: Path) -> tuple[float, int] | None:
     """
     with wrap_os_errors("inspect", path):
         try:
-            with _stale_as_missing():
+            with _StaleAsMissing():
                 return path.stat().st_mtime, sum(file.lstat().st_blocks * 512 for file in path.rglob("*"))
         except FileNotFoundError:
             return None
@@ -450,7 +457,7 @@ def tree_state(path: Path) -> str:
     """Return a digest of the names, inodes, sizes and times of the files in a directory; ``""`` if it is missing."""
     with wrap_os_errors("inspect", path):
         try:
-            with _stale_as_missing():
+            with _StaleAsMissing():
                 status_by_name = [(str(file.relative_to(path)), file.stat()) for file in sorted(path.rglob("*"))]
         except FileNotFoundError:
             return ""
@@ -466,7 +473,7 @@ def path_exists(path: Path) -> bool:
     """Return whether the path exists."""
     with wrap_os_errors("inspect", path):
         try:
-            with _stale_as_missing():
+            with _StaleAsMissing():
                 return path.exists()
         except FileNotFoundError:
             return False
@@ -518,7 +525,7 @@ def list_files(path: Path) -> list[Path]:
     """
     with wrap_os_errors("list", path):
         try:
-            with _stale_as_missing():
+            with _StaleAsMissing():
                 return sorted(entry for entry in path.iterdir() if not entry.is_dir())
         except (FileNotFoundError, NotADirectoryError):
             return []
@@ -528,7 +535,7 @@ def list_names(path: Path) -> set[str]:
     """List the names in a directory, read in one pass; none if it is missing."""
     with wrap_os_errors("list", path):
         try:
-            with _stale_as_missing(), os.scandir(path) as entries:
+            with _StaleAsMissing(), os.scandir(path) as entries:
                 return {entry.name for entry in entries}
         except (FileNotFoundError, NotADirectoryError):
             return set()
@@ -541,7 +548,7 @@ def is_directory_without(path: Path, name: str) -> bool:
     """
     with wrap_os_errors("inspect", path):
         try:
-            with _stale_as_missing():
+            with _StaleAsMissing():
                 folder = os.open(path, _INSPECT | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
             return path.is_symlink()
@@ -550,7 +557,7 @@ def is_directory_without(path: Path, name: str) -> bool:
                 return True
             raise
         try:
-            with _stale_as_missing():
+            with _StaleAsMissing():
                 return not _has_file(folder, name) and os.path.samestat(os.fstat(folder), path.stat())
         except FileNotFoundError:
             return False
@@ -601,7 +608,7 @@ def list_hidden_directories(path: Path) -> list[Path]:
     """List the hidden subdirectories of a directory; none if it is missing."""
     with wrap_os_errors("list", path):
         try:
-            with _stale_as_missing(), os.scandir(path) as entries:
+            with _StaleAsMissing(), os.scandir(path) as entries:
                 hidden = [entry for entry in entries if entry.name.startswith(".")]
                 return sorted(path / entry.name for entry in hidden if entry.is_dir(follow_symlinks=False))
         except (FileNotFoundError, NotADirectoryError):
