@@ -62,7 +62,9 @@ def test_memory_beside_the_state_does_not_grow_with_it(tmp_path: Path, layout: s
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     beside = [int(line) for line in done.stdout.split()]
     assert len(beside) == 4
-    assert all(0 < size < 64 * 2**20 for size in beside), beside
+    # Less than nothing, if what the save before had cached was released meanwhile.
+    assert all(size < 64 * 2**20 for size in beside), beside
+    assert max(beside) > 0
 
 
 FLAT = """
