@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -87,7 +88,10 @@ def test_rank_0_is_named_that_takes_the_store_with_it(hosts: str) -> None:
         for rank in (1, 2):
             outcome = ranks.outcome(rank)
             assert isinstance(outcome.result, RankFailedError)
-            assert str(outcome.result).startswith("rank 0 cannot be reached" if hosts else "rank 0 died")
+            # Without the store, a rank that ends because of rank 0 cannot say so: a slower rank names both.
+            assert re.match(
+                r"rank 0 cannot be reached" if hosts else r"rank 0 died|ranks 0, [12] died", str(outcome.result)
+            )
             assert outcome.at - killed < 3
 
 
