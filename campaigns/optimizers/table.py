@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import shorten
@@ -58,7 +59,7 @@ def format_results(results: Results) -> str:
     reasons: dict[str, list[str]] = {}
     for package, layout, name, kind, text in _iterate(results):
         if kind not in {EXACT, FAILS_BY_ITSELF}:
-            reason = shorten(text.replace("`", ""), 200, placeholder=" …")
+            reason = shorten(re.sub(r"'[^']*'", "'…'", text.replace("`", "")), 200, placeholder=" …")
             reasons.setdefault(f"{_TITLES[layout]}, {kind}: `{reason}`", []).append(f"{name} of {package}")
     lines = [f"- {', '.join(names)}, {reason}" for reason, names in reasons.items()]
     return "\n\n".join([*parts, "Reasons:", "\n".join(lines)])
