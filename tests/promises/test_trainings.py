@@ -1,9 +1,10 @@
-"""Promises about what a training has besides its model: its data, and weights that are saved beside checkpoints."""
+"""Promises about what a training has besides its model: its data, and weights that it saves next to checkpoints."""
 
 from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,21 +30,19 @@ class Numbers(Dataset[int]):
         return number
 
 
+def open_training(place: Run, model: torch.nn.Module, **more: Any) -> rankless.Checkpointer:
+    return rankless.Checkpointer(
+        place.path, model=model, local=tier_of(place.local), signals=(), **OPTIONS[place.way], **more
+    )
+
+
 def train(place: Run, until: int) -> dict[str, list[int]]:
     """Train on this number of ranks until a step, with two loaders. Return the samples that this rank has used."""
     torch.manual_seed(0)
     model = torch.nn.Linear(1, 1)
     loaders = {"stream": make_loader(count=_SHARDS), "dataset": rankless.ResumableLoader(Numbers(), _BATCH)}
     used: dict[str, list[int]] = {name: [] for name in loaders}
-    with rankless.Checkpointer(
-        place.path,
-        model=model,
-        dataloader=loaders,
-        local=tier_of(place.local),
-        signals=(),
-        save_every=2,
-        **OPTIONS[place.way],
-    ) as checkpointer:
+    with open_training(place, model, dataloader=loaders, save_every=2) as checkpointer:
         begin = checkpointer.resume()
         batches = zip(*loaders.values(), strict=False)
         for step, both in enumerate(islice(batches, until - begin), begin + 1):
@@ -79,16 +78,8 @@ def test_samples(place: Run, ranks: Ranks) -> None:
 def train_with_weights(place: Run, until: int, tag: str | None = None) -> int:
     """Train as users do: after step N all weights are N. Return the step from which the training went on."""
     model = torch.nn.Linear(2, 2, bias=False)
-    with rankless.Checkpointer(
-        place.path,
-        model=model,
-        local=tier_of(place.local),
-        signals=(),
-        save_every=4,
-        save_model_every=2,
-        models=weights_of(place),
-        **OPTIONS[place.way],
-    ) as checkpointer:
+    weights = {"save_model_every": 2, "models": weights_of(place)}
+    with open_training(place, model, save_every=4, **weights) as checkpointer:
         begin = checkpointer.resume(tag)
         for step in range(begin + 1, until + 1):
             with torch.no_grad():
@@ -118,7 +109,7 @@ def current_weights(place: Run) -> dict[int, float]:
     in_one_process=True,
 )
 @pytest.mark.filterwarnings("ignore:.*abandoned")
-def test_weights_beside_checkpoints(place: Run, ranks: Ranks) -> None:
+def test_weights_next_to_checkpoints(place: Run, ranks: Ranks) -> None:
     place = in_new_job(place)
     assert set(ranks(2, train_with_weights, place, 8)) == {0}
     assert current_weights(place) == {2: 2.0, 4: 4.0, 6: 6.0, 8: 8.0}

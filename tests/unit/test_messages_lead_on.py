@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
 import rankless
-from rankless.errors import FormatError, MismatchError, OptimizerMismatchError
+from rankless.errors import FormatError, MismatchError, NoCheckpointError, OptimizerMismatchError, StorageError
+from rankless.run import lookup
+from tests.helpers.fake_s3 import BUCKET, FakeS3, store_at
 
 
 class Pair(nn.Module):
@@ -129,3 +133,33 @@ def save(path: Path, model: nn.Module, **options: Any) -> None:
 
 def restore(path: Path, *objects: Any) -> None:
     rankless.restore(path, None, *objects)
+
+
+def save_two_steps(run: Path) -> None:
+    for step in (1, 2):
+        rankless.save_checkpoint(run, f"step_{step}", {"w": torch.ones(2)}, step=step)
+
+
+def open_missing(path: Path) -> str:
+    with pytest.raises(NoCheckpointError) as raised:
+        rankless.open(path)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("place", ["folder", "bucket"])
+def test_a_mistyped_tag_names_the_tags_of_the_run(tmp_path: Path, place: str) -> None:
+    with FakeS3().served() as url:
+        run = tmp_path / "run" if place == "folder" else store_at(url).path(f"{BUCKET}/run")
+        save_two_steps(run)
+        assert open_missing(run / "step_3") == f"there is no {run}/step_3; in {run} there are step_1, step_2"
+        assert open_missing(run.parent / "rum") == f"there is no {run.parent}/rum"
+
+
+def test_a_run_that_cannot_be_listed_hides_no_missing_path(tmp_path: Path) -> None:
+    save_two_steps(tmp_path)
+    error = StorageError(errno.EACCES, "no access")
+    with (
+        mock.patch.object(lookup, "cached_checkpoints", side_effect=error),
+        pytest.raises(NoCheckpointError, match=r"^there is no .*step_3$"),
+    ):
+        lookup.open_at(tmp_path / "step_3")

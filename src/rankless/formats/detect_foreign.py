@@ -61,16 +61,6 @@ def describe_contents(folder: Path) -> str:
     return "".join(clauses)
 
 
-def _describe_siblings(path: Path) -> str:
-    """Return the part of a message that names the checkpoints next to a missing one, the newest last."""
-    parent = path.parent
-    if not store_of(parent).is_directory(parent):
-        return ""
-    children = sorted(store_of(parent).list_subdirectories(parent), key=lambda child: (len(child.name), child.name))
-    names = [child.name for child in children[-_MOST_CHILDREN:] if is_native(child) or is_foreign(child)]
-    return f"; the checkpoints in {parent} are {', '.join(names)}" if names else ""
-
-
 def open_foreign(path: Path, keys: Mapping[str, str]) -> Reader:
     """Return the reader for a checkpoint of another system. ``keys`` and the errors are as in ``open_reader``.
 
@@ -111,7 +101,7 @@ def _open_once(path: Path, keys: Mapping[str, str]) -> Reader:
         if readable.is_at(path):
             return readable.open(path, keys)
     if not store_of(path).path_exists(path):
-        raise NoCheckpointError(f"there is no {path}{_describe_siblings(path)}")
+        raise NoCheckpointError(f"there is no {path}")
     raise FormatError(
         f"{path} is not a checkpoint of a format that rankless reads: its own (a folder with a manifest.json), "
         "Hugging Face weights (safetensors), a pipeline of diffusers, a file of torch.save, or a folder of "

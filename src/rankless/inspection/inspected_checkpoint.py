@@ -19,7 +19,7 @@ from rankless.errors import (
     FormatError,
     StorageError,
 )
-from rankless.formats.detect import is_checkpoint, open_reader
+from rankless.formats.detect import is_checkpoint
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import CheckpointValues, Reader, describe_doubts, detect_replacement
 from rankless.formats.sharded.find_shard_faults import inspect_shards
@@ -30,7 +30,7 @@ from rankless.run.added_metrics import read_metrics_of
 from rankless.run.catalog import is_run_directory, list_checkpoints
 from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.folder_names import is_called
-from rankless.run.lookup import describe_ignored_files, open_latest, resolve_checkpoint_path
+from rankless.run.lookup import describe_ignored_files, open_at, open_latest, resolve_checkpoint_path
 from rankless.run.run_store import tag_of
 from rankless.storage.file_memo import sign_file
 from rankless.storage.filesystem_kind import forget_names
@@ -135,7 +135,7 @@ def inspect_exact_path(path: Path) -> InspectedCheckpoint:
     """
     with _detect_removal(path):
         notes = _inspect_files(path)
-        return _make_inspected(open_reader(resolve_checkpoint_path(path)), notes)
+        return _make_inspected(open_at(resolve_checkpoint_path(path)), notes)
 
 
 @contextmanager

@@ -11,8 +11,8 @@ import sys
 def find_uncaught_error() -> BaseException | None:
     """Return the exception that ends this process. ``None`` also if it was ``sys.exit`` in a script.
 
-    A process of :mod:`multiprocessing` calls the functions at exit while it handles the exception, but after that since
-    Python 3.13: then the exception is not known.
+    Before Python 3.13, a process of :mod:`multiprocessing` calls the functions at exit while it handles the exception.
+    Later versions call them after that: then the exception is not known.
     """
     if hasattr(sys, "ps1"):  # an interactive session goes on after an error
         return None

@@ -79,10 +79,10 @@ def find_checkpoint(path: Path, tag: str) -> Path:
     infos = cached_checkpoints(path)
     if matches := [info.path for info in infos if info.tag == tag]:
         return matches[-1]
-    raise NoCheckpointError(f"there is no checkpoint {tag!r} in {path}; {_describe_tags(infos)}")
+    raise NoCheckpointError(f"there is no checkpoint {tag!r} in {path}; {describe_tags(infos)}")
 
 
-def _describe_tags(infos: Sequence[CheckpointInfo]) -> str:
+def describe_tags(infos: Sequence[CheckpointInfo]) -> str:
     """Say which checkpoints there are: the latest ones by name, earlier and abandoned ones by number."""
     if not infos:
         return "there is none at all"

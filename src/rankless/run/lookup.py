@@ -23,7 +23,7 @@ from rankless.errors import (
 from rankless.formats.detect import describe_contents, is_checkpoint, open_reader
 from rankless.formats.native import NativeReader, is_native, read_manifest
 from rankless.formats.reader import Reader
-from rankless.run.catalog import cached_checkpoints, find_checkpoint, is_run_directory, list_checkpoints
+from rankless.run.catalog import cached_checkpoints, describe_tags, find_checkpoint, is_run_directory, list_checkpoints
 from rankless.run.checkpoint_info import CheckpointInfo, is_rankless_checkpoint
 from rankless.run.displaced_checkpoints import displaced_checkpoints
 from rankless.run.folder_names import is_saved_folder
@@ -104,11 +104,35 @@ def open_latest(
             if is_run or (store_of(resolved).is_directory(resolved) and not is_checkpoint(resolved)):
                 resolved = _choose_latest(chosen, infos).path
                 return NativeReader(resolved, keys=keys, is_lazy=is_lazy and store_of(resolved).is_remote)
-            return open_reader(resolved, keys)
+            return open_at(resolved, keys)
         if has_lost_manifest(resolved):
             raise lost_files_error(resolved)
         time.sleep(_RETRY_SECONDS)
     raise CheckpointReplacedError(f"the checkpoints in {path} are replaced or removed faster than one can be opened")
+
+
+def open_at(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
+    """Open the checkpoint at a path: see :func:`rankless.formats.detect.open_reader`.
+
+    If nothing is at the path, and a run is above it, the error names the checkpoints of the run: a tag was mistyped.
+
+    :func:`open_latest` and the inspection of a checkpoint call it, each process for itself.
+    """
+    try:
+        return open_reader(path, keys)
+    except NoCheckpointError as error:
+        if isinstance(error, CheckpointReplacedError) or _is_in_bucket_root(path) or store_of(path).path_exists(path):
+            raise
+        infos: Sequence[CheckpointInfo] = []
+        with suppress(RanklessError):  # whatever is above it, the path is missing
+            infos = cached_checkpoints(path.parent)
+        if not any(map(is_rankless_checkpoint, infos)):
+            raise
+        raise NoCheckpointError(f"{error}; in {path.parent} {describe_tags(infos)}") from error
+
+
+def _is_in_bucket_root(path: Path) -> bool:
+    return store_of(path).is_remote and (path.parent == path.parent.parent or not path.parent.parts[1:])
 
 
 def _is_saved_in_store(path: Path) -> bool:
@@ -130,8 +154,7 @@ def resolve_checkpoint_path(path: Path) -> Path:
     have died between two renames: then the checkpoint is in a hidden directory.
     """
     if store_of(path).is_remote:
-        is_in_bucket_root = path.parent == path.parent.parent or not path.parent.parts[1:]
-        if is_in_bucket_root or is_native(path):
+        if _is_in_bucket_root(path) or is_native(path):
             return path
         return run_store_of(path.parent).find_named(path.name) or path
     if store_of(path).path_exists(path):

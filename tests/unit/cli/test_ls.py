@@ -128,7 +128,7 @@ class TestLs:
     def test_a_mistyped_tag_names_the_checkpoints_of_the_run(self, run: Path, command: str) -> None:
         paths = [run / "step_33"] * (2 if command == "diff" else 1)
         message = invoke(command, *paths, code=2).stderr
-        assert message == f"error: there is no {run}/step_33; the checkpoints in {run} are step_1, step_2, step_3\n"
+        assert message == f"error: there is no {run}/step_33; in {run} there are step_1, step_2, step_3\n"
 
     def test_where_there_are_only_leftovers_it_says_how_to_see_them(self, tmp_path: Path) -> None:
         (tmp_path / ".a.fedcba9876543210.0123456789abcdef.partial").mkdir()

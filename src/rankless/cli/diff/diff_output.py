@@ -81,12 +81,13 @@ def _group_of(comparison: CheckpointComparison, pair: TensorPair) -> str:
     component, slash, name = pair.name.partition("/")
     if not slash:
         component = "saved values"
-    if slash and name.rpartition("/")[2] == "step":
+    if component == "optimizer" and name.endswith("/step"):
         return f"{_COUNTS[0]}{component}"
     return f"{_COUNTS[1]}{component}" if _are_integers(comparison, pair) else component
 
 
 def _are_integers(comparison: CheckpointComparison, pair: TensorPair) -> bool:
+    """Return whether a tensor has integers, such as the number of averaged steps."""
     return all(info is not None and info.dtype[:1] in {"I", "U"} for info in _pair_infos(comparison, pair))
 
 
