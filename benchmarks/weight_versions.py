@@ -12,6 +12,7 @@ A small decoder is trained on the text of Python's standard library with fp32 Ad
 from __future__ import annotations
 
 import argparse
+import copy
 import io
 import resource
 import shutil
@@ -35,8 +36,9 @@ import rankless
 from campaigns.common.case_runner import format_table
 from rankless.ondisk.block_crcs import BLOCK_BYTES
 from rankless.ondisk.differences import EncodedRange, StoredRange, Words, decode_range, encode_range
+from rankless.ondisk.weight_versions import MOST_WORDS
 
-_VOCABULARY, _WIDTH, _LAYERS, _HEADS, _LENGTH, _BATCH = 8192, 256, 4, 4, 64, 8
+_VOCABULARY, _HEADS, _LENGTH, _BATCH = 8192, 4, 64, 8
 
 #: The bytes of a row in the table of a part.
 _ROW_BYTES = 72
@@ -48,12 +50,12 @@ RATES = (3e-6, 1e-5, 1e-4)
 
 
 class _Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.before, self.between = nn.RMSNorm(_WIDTH), nn.RMSNorm(_WIDTH)
-        self.query, self.key, self.value, self.out = (nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(4))
-        self.gate, self.up = (nn.Linear(_WIDTH, 2 * _WIDTH, bias=False) for _ in range(2))
-        self.down = nn.Linear(2 * _WIDTH, _WIDTH, bias=False)
+        self.before, self.between = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.before(x)
@@ -68,13 +70,13 @@ class _Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder with 6.8 million parameters."""
+    """A decoder. With 4 layers of width 256 it has 6.8 million parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(_VOCABULARY, _WIDTH)
-        self.layers = nn.ModuleList(_Block() for _ in range(_LAYERS))
-        self.norm, self.head = nn.RMSNorm(_WIDTH), nn.Linear(_WIDTH, _VOCABULARY, bias=False)
+        self.embed = nn.Embedding(_VOCABULARY, width)
+        self.layers = nn.ModuleList(_Block(width) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, _VOCABULARY, bias=False)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
@@ -91,10 +93,10 @@ class Decoder(nn.Module):
 class Training:
     """The decoder and its optimizer, on real text."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 256, layers: int = 4) -> None:
         torch.manual_seed(0)
         torch.set_num_threads(1)
-        self.model = Decoder()
+        self.model = Decoder(width, layers)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.01)
         words = list(_read_words())
         numbers = {word: i + 1 for i, (word, _) in enumerate(Counter(words).most_common(_VOCABULARY - 1))}
@@ -145,8 +147,8 @@ def _read_words() -> Iterator[str]:
 
 
 def blocks_of(words: Words) -> Iterator[Words]:
-    """Yield the blocks of a tensor, of which each is a range of a part."""
-    step = BLOCK_BYTES // words.itemsize
+    """Yield what is stored as one range each."""
+    step = min(BLOCK_BYTES // words.itemsize, MOST_WORDS)
     return (words[start : start + step] for start in range(0, len(words), step))
 
 
@@ -187,13 +189,15 @@ def entropy_of(old: Mapping[str, Words], new: Mapping[str, Words]) -> float:
     return bits / 8
 
 
-def measure_size() -> None:
+def measure_size(width: int, layers: int) -> None:
     """Print a table: bytes of deltas over 1, 8 and 20 steps, in bf16 and in fp8."""
+    warm = Training(width, layers)
+    warm.steps(_WARM_STEPS, 1e-3)
+    print(f"a decoder of {sum(each.numel() for each in warm.model.parameters()) / 1e6:.1f} million parameters")
     head = ["learning rate", "steps apart", "weights", "changed", "ours", "XOR + zstd-1", "ours / XOR", "entropy / XOR"]
     rows = [head]
     for rate in RATES:
-        training = Training()
-        training.steps(_WARM_STEPS, 1e-3)
+        training = copy.deepcopy(warm)
         training.steps(3, rate)
         first, done = (training.words(), training.fp8_words()), 0
         for apart in (1, 8, 20):
@@ -240,7 +244,7 @@ def measure_speed() -> None:
         for name in new:
             np.count_nonzero(old[name] != new[name])
 
-    def copy() -> None:
+    def copy_all() -> None:
         for name in new:
             np.copyto(copies[name], new[name])
 
@@ -250,7 +254,7 @@ def measure_speed() -> None:
         "XOR + zstd-1": lambda: xor_sizes(old, new),
         "bare comparison": compare,
         "apply": apply,
-        "bare copy": copy,
+        "bare copy": copy_all,
     }
     for name, work in works.items():
         rows.append([name, f"{dense / _processor_seconds(work) / 1e9:.2f}"])
@@ -315,12 +319,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.weight_versions", description=__doc__)
     parser.add_argument("what", nargs="*", choices=["size", "speed", "stall", []], help="default: all")
     parser.add_argument("--megabytes", type=int, default=512, help="the size of the model of `stall` (default: 512)")
+    parser.add_argument(
+        "--width", type=int, default=256, help="of the model of `size`, a multiple of 128 (default: 256)"
+    )
+    parser.add_argument("--layers", type=int, default=4, help="of the model of `size` (default: 4)")
     options = parser.parse_args()
-    for name in options.what or ("size", "speed", "stall"):
-        if name == "stall":
-            measure_stall(options.megabytes)
-        else:
-            {"size": measure_size, "speed": measure_speed}[name]()
+    works: dict[str, Callable[[], None]] = {
+        "size": lambda: measure_size(options.width, options.layers),
+        "speed": measure_speed,
+        "stall": lambda: measure_stall(options.megabytes),
+    }
+    for name in options.what or works:
+        works[name]()
     return 0
 
 

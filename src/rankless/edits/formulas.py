@@ -32,7 +32,7 @@ _PASS_BYTES = 2**20
 _PIECE = 2**18
 
 #: How many of them are computed at a time in an average: its intermediate results stay in the cache of the processor.
-_CACHED_PIECE = 2**14
+_CACHED_PIECE = 2**15
 
 
 class StoredFormula(msgspec.Struct, frozen=True):
@@ -252,14 +252,56 @@ class AverageFormula(msgspec.Struct, frozen=True):
         width = dtype_width(self.info.dtype)
         for at in range(0, len(into), _PIECE * width):
             piece = into[at : at + _PIECE * width]
-            total, raw = np.zeros(len(piece) // width, np.float64), np.empty(len(piece), np.uint8)
-            for tensor in self.of:
-                tensor.fill(start + at, raw, read)
-                for first in range(0, len(total), _CACHED_PIECE):
-                    part = raw[first * width : (first + _CACHED_PIECE) * width]
-                    total[first : first + _CACHED_PIECE] += as_array(part, tensor.info.dtype)  # exact in float64
-            total /= len(self.of)
-            cast_elements(total.view(np.uint8), "F64", self.info.dtype, piece)
+            if len(self.of) == 2 and self.info.dtype != "F64":  # noqa: PLR2004 - see _mean_of_two
+                self._fill_from_two(start + at, piece, read)
+            else:
+                self._fill_from_many(start + at, piece, read)
+
+    def _fill_from_many(self, start: int, into: Bytes, read: ReadStored) -> None:
+        width = dtype_width(self.info.dtype)
+        total = np.full(len(into) // width, -0.0)  # the sum of negative zeros is one
+        raw = np.empty(len(into), np.uint8)
+        for tensor in self.of:
+            tensor.fill(start, raw, read)
+            for first in range(0, len(total), _CACHED_PIECE):
+                part = raw[first * width : (first + _CACHED_PIECE) * width]
+                total[first : first + _CACHED_PIECE] += as_array(part, tensor.info.dtype)  # exact in float64
+        total /= len(self.of)
+        cast_elements(total.view(np.uint8), "F64", self.info.dtype, into)
+
+    def _fill_from_two(self, start: int, into: Bytes, read: ReadStored) -> None:
+        raws = [np.empty(len(into), np.uint8) for _ in self.of]
+        for tensor, raw in zip(self.of, raws, strict=True):
+            tensor.fill(start, raw, read)
+        step = _CACHED_PIECE * dtype_width(self.info.dtype)
+        for at in range(0, len(into), step):
+            mean = _mean_of_two(*(_as_float32(raw[at : at + step], self.info.dtype) for raw in raws))
+            dtype = "F64" if mean.itemsize == 8 else "F32"  # noqa: PLR2004 - bytes
+            cast_elements(mean.view(np.uint8), dtype, self.info.dtype, into[at : at + step])
+
+
+def _as_float32(raw: Bytes, dtype: str) -> npt.NDArray[np.float32]:
+    """Return elements as float32. Tables are faster than NumPy for all narrow dtypes but bfloat16."""
+    if dtype in ("F32", "BF16"):
+        return as_array(raw, dtype)
+    floats = np.empty(len(raw) // dtype_width(dtype), np.float32)
+    cast_elements(raw, dtype, "F32", floats.view(np.uint8))
+    return floats
+
+
+def _mean_of_two(first: npt.NDArray[np.float32], second: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+    """Return the mean of elements as float32, or as float64 if a sum overflows.
+
+    A sum that is rounded to float64 and then to float32 equals the sum that is rounded to float32 at once, because
+    float64 has more than twice as many bits (Figueroa, 1995, "When is double rounding innocuous?"). Half of it is
+    exact, or the sum was. So both ways give the same bytes; this one takes two thirds of the time.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = first + second
+        if np.isfinite(total).all():
+            total *= np.float32(0.5)
+            return total
+        return (first.astype(np.float64) + second) / 2
 
 
 class CastFormula(msgspec.Struct, frozen=True):
