@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rankless.edits.cast_elements import cast_elements
+from rankless.edits.cast_elements import PIECE, cast_elements
 from rankless.formats.edited_reader import EditedTensor, ReadStored, StoredKey
 from rankless.inspection.bits_to_floats import as_array
 from rankless.ondisk.data_files import TensorInfo
@@ -28,11 +28,8 @@ from rankless.storage.aligned_memory import Bytes
 #: How many bytes of a stored tensor are read at a time for a sum over all of its rows.
 _PASS_BYTES = 2**20
 
-#: How many elements are computed at a time in float64.
-_PIECE = 2**18
-
-#: How many of them are computed at a time in an average: its intermediate results stay in the cache of the processor.
-_CACHED_PIECE = 2**15
+#: The number of tensors whose mean needs no float64.
+_TWO = 2
 
 
 class StoredFormula(msgspec.Struct, frozen=True):
@@ -249,35 +246,26 @@ class AverageFormula(msgspec.Struct, frozen=True):
 
     def fill(self, start: int, into: Bytes, read: ReadStored) -> None:
         """See :class:`EditedTensor`."""
-        width = dtype_width(self.info.dtype)
-        for at in range(0, len(into), _PIECE * width):
-            piece = into[at : at + _PIECE * width]
-            if len(self.of) == 2 and self.info.dtype != "F64":  # noqa: PLR2004 - see _mean_of_two
-                self._fill_from_two(start + at, piece, read)
-            else:
-                self._fill_from_many(start + at, piece, read)
+        size = min(len(into), PIECE * dtype_width(self.info.dtype))
+        fill_piece = self._fill_from_two if len(self.of) == _TWO and self.info.dtype != "F64" else self._fill_from_many
+        raws = [np.empty(size, np.uint8) for _ in self.of[:_TWO]]  # once: new memory takes longer than the sums
+        for at in range(0, len(into), size):
+            piece = into[at : at + size]
+            fill_piece(start + at, piece, read, [raw[: len(piece)] for raw in raws])
 
-    def _fill_from_many(self, start: int, into: Bytes, read: ReadStored) -> None:
-        width = dtype_width(self.info.dtype)
-        total = np.full(len(into) // width, -0.0)  # the sum of negative zeros is one
-        raw = np.empty(len(into), np.uint8)
-        for tensor in self.of:
-            tensor.fill(start, raw, read)
-            for first in range(0, len(total), _CACHED_PIECE):
-                part = raw[first * width : (first + _CACHED_PIECE) * width]
-                total[first : first + _CACHED_PIECE] += as_array(part, tensor.info.dtype)  # exact in float64
-        total /= len(self.of)
-        cast_elements(total.view(np.uint8), "F64", self.info.dtype, into)
-
-    def _fill_from_two(self, start: int, into: Bytes, read: ReadStored) -> None:
-        raws = [np.empty(len(into), np.uint8) for _ in self.of]
+    def _fill_from_two(self, start: int, into: Bytes, read: ReadStored, raws: Sequence[Bytes]) -> None:
         for tensor, raw in zip(self.of, raws, strict=True):
             tensor.fill(start, raw, read)
-        step = _CACHED_PIECE * dtype_width(self.info.dtype)
-        for at in range(0, len(into), step):
-            mean = _mean_of_two(*(_as_float32(raw[at : at + step], self.info.dtype) for raw in raws))
-            dtype = "F64" if mean.itemsize == 8 else "F32"  # noqa: PLR2004 - bytes
-            cast_elements(mean.view(np.uint8), dtype, self.info.dtype, into[at : at + step])
+        mean = _mean_of_two(*(_as_float32(raw, self.info.dtype) for raw in raws))
+        cast_elements(mean.view(np.uint8), "F32" if mean.dtype == np.float32 else "F64", self.info.dtype, into)
+
+    def _fill_from_many(self, start: int, into: Bytes, read: ReadStored, raws: Sequence[Bytes]) -> None:
+        total = np.full(len(into) // dtype_width(self.info.dtype), -0.0)  # the sum of negative zeros is one
+        for tensor in self.of:
+            tensor.fill(start, raws[0], read)
+            total += as_array(raws[0], self.info.dtype)  # exact in float64
+        total /= len(self.of)
+        cast_elements(total.view(np.uint8), "F64", self.info.dtype, into)
 
 
 def _as_float32(raw: Bytes, dtype: str) -> npt.NDArray[np.float32]:
@@ -322,8 +310,8 @@ class CastFormula(msgspec.Struct, frozen=True):
     def fill(self, start: int, into: Bytes, read: ReadStored) -> None:
         """See :class:`EditedTensor`."""
         width, stored_width = dtype_width(self.info.dtype), dtype_width(self.of.info.dtype)
-        for at in range(0, len(into), _PIECE * width):
-            piece = into[at : at + _PIECE * width]
+        for at in range(0, len(into), PIECE * width):
+            piece = into[at : at + PIECE * width]
             raw = np.empty(len(piece) // width * stored_width, np.uint8)
             self.of.fill((start + at) // width * stored_width, raw, read)
             cast_elements(raw, self.of.info.dtype, self.info.dtype, piece)

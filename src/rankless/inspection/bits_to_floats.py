@@ -72,7 +72,9 @@ def as_array(raw: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[Any]:
 
 
 def _widen_bfloat16(bits: Bits) -> npt.NDArray[np.float32]:
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    widened = bits.astype(np.uint32)
+    widened <<= np.uint32(16)
+    return widened.view(np.float32)
 
 
 @cache
