@@ -21,7 +21,7 @@ DRAWING = Path(__file__).parents[1] / "docs/demo.svg"
 LAST = "4. The model"
 
 #: The size of the terminal, and of a character and a line in pixels.
-COLUMNS, ROWS, CHARACTER, LINE = 80, 26, 7.8, 17
+COLUMNS, ROWS, CHARACTER, LINE = 80, 26, 7.9, 17
 
 #: Each line is shown for at least and at most so many seconds of the recording before the next one.
 SHORTEST, LONGEST = 0.12, 1.1
@@ -56,12 +56,15 @@ def record(command: Sequence[str]) -> Iterator[Line]:
 
 def draw(lines: Sequence[Line]) -> str:
     """Return the animated drawing of a terminal in which the lines appear, and which scrolls."""
-    times, now = [], 0.0
-    for line in lines:
+    first = next((number for number, line in enumerate(lines) if line.text.startswith("$")), 0)
+    times, now = [0.0] * (first + 1), 0.0  # the introduction and the first command are there from the beginning
+    for line in lines[first + 1 :]:
         now += min(LONGEST, max(SHORTEST, line.wait))
         times.append(now)
     length = now + PAUSE
-    rules = [f".l{n}{{animation:l{n} {length:.2f}s infinite}}{_appear(n, at / length)}" for n, at in enumerate(times)]
+    rules = [
+        f".l{n}{{animation:l{n} {length:.2f}s infinite}}{_appear(n, at / length)}" for n, at in enumerate(times) if at
+    ]
     shifts = {100 * at / length: max(0, n + 1 - ROWS) * LINE for n, at in enumerate(times)}
     last = max(0, len(lines) - ROWS) * LINE
     steps = "".join(f"{at:.2f}%{{transform:translateY(-{shift}px)}}" for at, shift in shifts.items() if shift)

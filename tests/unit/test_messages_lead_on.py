@@ -163,3 +163,10 @@ def test_a_run_that_cannot_be_listed_hides_no_missing_path(tmp_path: Path) -> No
         pytest.raises(NoCheckpointError, match=r"^there is no .*step_3$"),
     ):
         lookup.open_at(tmp_path / "step_3")
+
+
+def test_the_path_of_a_checkpoint_and_its_tag_again_name_what_to_leave_out(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    rankless.save_checkpoint(tmp_path, "a", model=model)
+    with pytest.raises(NoCheckpointError, match=r"a is a checkpoint itself, and has no 'a': leave out the tag"):
+        rankless.load_checkpoint(tmp_path / "a", "a", model=model)

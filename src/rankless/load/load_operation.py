@@ -500,11 +500,10 @@ class LoadOperation:
 
 def _partly_filled_advice(training: TrainingObjects) -> str:
     filled = [name for name in training.component_names() if name.partition("/")[0] in {"model", "optimizer"}]
-    return (
-        f"The {' and '.join(filled)} passed may be partly filled: do not use them"
-        if filled
-        else "The objects passed were not changed"
-    )
+    if not filled:
+        return "The objects passed were not changed"
+    pronoun = "it" if len(filled) == 1 else "them"
+    return f"The {' and '.join(filled)} passed may be partly filled: do not use {pronoun}"
 
 
 def _select_unequal(reader: Reader, pairs: Sequence[Merged]) -> list[Merged]:

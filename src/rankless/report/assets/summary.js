@@ -5,14 +5,14 @@ function makeHealth(data) {
   const headline = bad ? 'Needs attention' : data.kind === 'run' ? 'No problem found' : 'Nothing wrong was found';
   const looked = { run: 'the names and manifests of all checkpoints, and the journal of saves', weights: 'the manifests of all versions' };
   const checks = looked[data.kind] ?? 'the metadata of the checkpoint';
-  const unread = Object.keys(data.verified).length ? '' : ' Tensor bytes were not verified (--verify).';
-  const unknown = data.statistics ? '' : ' Values were not looked at (--stats).';
+  const unread = Object.keys(data.verified).length ? [] : [' Tensor bytes were not verified (', make('code', {}, '--verify'), ').'];
+  const unknown = data.statistics ? [] : [' Values were not looked at (', make('code', {}, '--stats'), ').'];
   return make('section', { class: `panel health ${bad ? 'bad' : ''}`, 'aria-label': 'Health' },
     make('span', { class: 'mark', 'aria-hidden': 'true' }, bad ? '▲' : '✓'),
     make('div', {}, make('strong', {}, headline),
       make('ul', {}, ...data.findings.map(([level, text]) => make('li', { class: level }, text)),
         ...data.notes.map((text) => make('li', {}, text))),
-      make('p', { class: 'muted' }, `Looked at: ${checks}.${unread}${unknown}`)));
+      make('p', { class: 'muted' }, `Looked at: ${checks}.`, ...unread, ...unknown)));
 }
 
 const makeCard = (title, value, note) => make('dl', { class: 'card' }, make('dt', {}, title), make('dd', { class: 'number' }, value), make('dd', {}, note));

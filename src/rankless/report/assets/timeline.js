@@ -145,7 +145,7 @@ function drawTimeline(root, events, width, onPoint) {
 
 const shorten = (tag) => (tag.length > 24 ? `${tag.slice(0, 23)}…` : tag);
 
-// A text beside a line, on the colour of the panel: else lines of the grid would strike it through.
+// A text beside a line, on the colour of the panel: else lines of the grid would strike it through. Returns where it ends.
 function drawLabel(ctx, text, x, top, isLeft) {
   const ratio = devicePixelRatio, width = ctx.measureText(text).width;
   const start = isLeft ? x - 4 * ratio - width : x + 4 * ratio;
@@ -154,6 +154,7 @@ function drawLabel(ctx, text, x, top, isLeft) {
   ctx.fillRect(start - ratio, top, width + 2 * ratio, 14 * ratio);
   ctx.fillStyle = color('--text');
   ctx.fillText(text, start, top + 11 * ratio);
+  return start + width;
 }
 
 // Mark failures, resumes and rollbacks: dots, dashed and solid lines.
@@ -179,9 +180,10 @@ function drawMarks(chart, events, isFirst) {
 }
 
 // Write the number of ranks where it changes, and to which checkpoint the run went back, in a line below. They are drawn after all marks.
+// On a phone a number of ranks may overlap the one before: then it is in the third line.
 function drawTexts(ctx, bbox, events, findX) {
   const ratio = devicePixelRatio;
-  let ranks = 0;
+  let ranks = 0, end = 0;
   ctx.font = `${11 * ratio}px system-ui`;
   events.forEach((entry, place) => {
     if (entry.kind === 'rollback') {
@@ -189,7 +191,8 @@ function drawTexts(ctx, bbox, events, findX) {
     }
     if (entry.ranks && entry.ranks !== ranks && entry.kind !== 'failed') {
       ranks = entry.ranks;
-      drawLabel(ctx, formatCount(ranks, 'rank'), findX(place), bbox.top, place > events.length * 0.85);
+      const x = findX(place), isFree = x + 2 * ratio > end;
+      end = drawLabel(ctx, formatCount(ranks, 'rank'), x, bbox.top + (isFree ? 0 : 29 * ratio), place > events.length * 0.85);
     }
   });
 }
