@@ -23,7 +23,7 @@ import numpy.typing as npt
 from rankless.errors import CorruptCheckpointError
 
 #: How a range is stored. The numbers are in files. A range that is not stored is unchanged.
-SPARSE, PLANES, RAW = 1, 2, 3
+SPARSE, PLANES, RAW, FAR = 1, 2, 3, 4
 
 #: The number of streams of a range. Unused ones are empty.
 STREAMS = 3
@@ -52,8 +52,9 @@ _MORE = 255
 #: The bytes of the size of a stream that is one of several.
 _SIZE_BYTES = 4
 
-#: Below this share of changed words, gaps have runs of :data:`_MORE`, which only matches of deflate store well.
-_LONG_GAPS = 1 / 2000
+#: Words are far apart if their gaps have more than these bits on average. The lower bits of such gaps are as good as
+#: random: they are stored as they are, because a Huffman code would give each more than 8 bits.
+_LOW_BITS = 8
 
 
 def word_type(itemsize: int) -> np.dtype[Any]:
@@ -81,7 +82,7 @@ class DecodedRange(NamedTuple):
     words. For example, positions ``[2, 5]`` and values ``[1, -1]`` raise word 2 by one and lower word 5 by one.
     """
 
-    positions: npt.NDArray[np.int32] | None
+    positions: npt.NDArray[np.signedinteger[Any]] | None
     values: Words
     replaces: bool = False
 
@@ -141,9 +142,16 @@ def _encode_sparse(positions: npt.NDArray[np.int64], differences: Words, count: 
     if is_large.any():
         small[is_large] = _MORE
         escapes = _deflate(zigzag[is_large].tobytes())
-    has_runs = len(positions) < _LONG_GAPS * count
-    streams = (_deflate(_encode_gaps(gaps).tobytes(), has_runs=has_runs), _deflate(small.tobytes()), escapes)
-    return EncodedRange(SPARSE, len(positions), streams)
+    if _are_far(len(positions), count):
+        encoding, lows = FAR, gaps.astype(np.uint8).tobytes()
+        stream = lows + _deflate(_encode_gaps(gaps >> _LOW_BITS).tobytes())
+    else:
+        encoding, stream = SPARSE, _deflate(_encode_gaps(gaps).tobytes())
+    return EncodedRange(encoding, len(positions), (stream, _deflate(small.tobytes()), escapes))
+
+
+def _are_far(changed: int, count: int) -> bool:
+    return changed << _LOW_BITS < count
 
 
 def _encode_gaps(gaps: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
@@ -230,9 +238,9 @@ def decode_range(stored: StoredRange) -> DecodedRange:
         if len(streams[0]) != count * word.itemsize or streams[1] or streams[2] or changed != count:
             raise CorruptCheckpointError(f"{subject} has {len(streams[0])} bytes, but {count} words")
         return DecodedRange(None, np.frombuffer(streams[0], word), replaces=True)
-    if not 0 < changed <= count:
+    if not 0 < changed <= count or (encoding == FAR and not _are_far(changed, count)):
         raise CorruptCheckpointError(f"{subject} says that {changed} of {count} words have changed")
-    if encoding == SPARSE:
+    if encoding in (SPARSE, FAR):
         return _decode_sparse(stored)
     if encoding == PLANES:
         return _decode_all(stored)
@@ -242,8 +250,7 @@ def decode_range(stored: StoredRange) -> DecodedRange:
 def _decode_sparse(stored: StoredRange) -> DecodedRange:
     changed, count, word = stored.changed, stored.count, stored.word
     streams, subject = stored.streams, stored.subject
-    most = changed + count // _MORE
-    positions = _decode_gaps(np.frombuffer(_inflate(streams[0], most, subject), np.uint8))
+    positions = _decode_far(stored) if stored.encoding == FAR else _decode_near(stored)
     small = np.frombuffer(_inflate(streams[1], changed, subject), np.uint8)
     if len(positions) != changed or len(small) != changed or positions[-1] >= count:
         raise CorruptCheckpointError(f"{subject} cannot be decoded: its changed words are not those of its range")
@@ -260,13 +267,27 @@ def _decode_sparse(stored: StoredRange) -> DecodedRange:
     return DecodedRange(positions, _from_zigzag(zigzag))
 
 
-def _decode_gaps(encoded: npt.NDArray[np.uint8]) -> npt.NDArray[np.int32]:
+def _decode_near(stored: StoredRange) -> npt.NDArray[np.int32]:
     """Return the positions for the bytes of :func:`_encode_gaps`."""
+    most = stored.changed + stored.count // _MORE
+    encoded = np.frombuffer(_inflate(stored.streams[0], most, stored.subject), np.uint8)
     is_end = encoded != _MORE
     steps = encoded + is_end.astype(np.int16)
     positions: npt.NDArray[np.int32] = np.cumsum(steps, dtype=np.int32)
     positions -= 1
     return positions if is_end.all() else positions[is_end]
+
+
+def _decode_far(stored: StoredRange) -> npt.NDArray[np.int64]:
+    """Return the positions for the lower bytes of gaps, and the upper bits as the bytes of :func:`_encode_gaps`."""
+    changed, stream = stored.changed, stored.streams[0]
+    most = changed + (stored.count >> _LOW_BITS) // _MORE
+    encoded = np.frombuffer(_inflate(stream[changed:], most, stored.subject), np.uint8)
+    highs = np.diff(np.cumsum(encoded, dtype=np.int64)[encoded != _MORE], prepend=0)
+    if len(highs) != changed:
+        raise CorruptCheckpointError(f"{stored.subject} cannot be decoded: it has {len(highs)} of {changed} gaps")
+    lows = np.frombuffer(stream[:changed], np.uint8)
+    return np.cumsum((highs << _LOW_BITS) + lows + 1) - 1
 
 
 def _decode_all(stored: StoredRange) -> DecodedRange:

@@ -80,7 +80,9 @@ def find_checkpoint(path: Path, tag: str) -> Path:
     if matches := [info.path for info in infos if info.tag == tag]:
         return matches[-1]
     if not infos and is_native(path):
-        raise NoCheckpointError(f"{path} is a checkpoint itself, and has no {tag!r}: leave out the tag, or pass its run")
+        raise NoCheckpointError(
+            f"{path} is a checkpoint itself, and has no {tag!r}: leave out the tag, or pass its run"
+        )
     raise NoCheckpointError(f"there is no checkpoint {tag!r} in {path}; {describe_tags(infos)}")
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from rankless.errors import CorruptCheckpointError
 from rankless.ondisk.differences import (
+    FAR,
     PLANES,
     RAW,
     SPARSE,
@@ -53,7 +54,7 @@ def draw_words(seed: int, count: int, width: int) -> Words:
     st.integers(0, 2**32),
     st.integers(1, 5000),
     st.sampled_from(WIDTHS),
-    st.sampled_from([0.0, 0.0005, 0.02, 0.3, 0.79, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.0005, 0.003, 0.02, 0.3, 0.79, 0.9, 1.0]),
     st.sampled_from([1, 200, 300, 70_000]),
 )
 def test_any_change_is_decoded_exactly(seed: int, count: int, width: int, share: float, largest: int) -> None:
@@ -73,10 +74,44 @@ def test_any_change_is_decoded_exactly(seed: int, count: int, width: int, share:
 def test_each_encoding_is_chosen_where_it_is_small(width: int) -> None:
     old = draw_words(0, 2**16, width)
     one = np.ones(1, old.dtype)[0]
-    few, all_by_one = old.copy(), old + one
+    very_few, few, all_by_one = old.copy(), old.copy(), old + one
+    very_few[::300] += one
     few[::100] += one
-    kinds = [encode_range(old, new) for new in (few, all_by_one, draw_words(1, 2**16, width))]
-    assert [kind.encoding for kind in kinds if kind] == [SPARSE, PLANES, RAW]
+    kinds = [encode_range(old, new) for new in (very_few, few, all_by_one, draw_words(1, 2**16, width))]
+    assert [kind.encoding for kind in kinds if kind] == [FAR, SPARSE, PLANES, RAW]
+
+
+@pytest.mark.parametrize("positions", [[0], [99_999], [0, 99_999], [3, 700], [254, 255, 256, 511, 512, 65_279, 65_280]])
+def test_words_that_are_far_apart(positions: list[int]) -> None:
+    old = draw_words(0, 100_000, 2)
+    new = old.copy()
+    new[positions] += np.uint16(1)
+    encoded = encode_range(old, new)
+    assert encoded is not None
+    assert encoded.encoding == FAR
+    assert (apply(encoded, old) == new).all()
+
+
+def test_gaps_that_are_far_apart_are_stored_at_their_entropy() -> None:
+    """Positions and differences of one word in a thousand have 11.4 + 1 bits each at least."""
+    old = draw_words(0, 2**21, 1)
+    generator = np.random.default_rng(1)
+    new = old + ((generator.random(2**21) < 0.001) * generator.choice([1, 255], 2**21)).astype(np.uint8)
+    encoded = encode_range(old, new)
+    assert encoded is not None
+    assert sum(encoded.sizes) * 8 < 1.06 * (11.41 + 1) * encoded.changed
+
+
+def test_words_that_are_not_far_apart_are_refused_as_such() -> None:
+    """So a hostile range takes little memory."""
+    old = draw_words(0, 2560, 2)
+    new = old.copy()
+    new[::257] += np.uint16(1)
+    encoded = encode_range(old, new)
+    assert encoded is not None
+    assert encoded.encoding == SPARSE
+    with pytest.raises(CorruptCheckpointError, match="says that 10 of 2560 words have changed"):
+        decode_range(stored(encoded._replace(encoding=FAR), old))
 
 
 def test_a_part_of_a_range_is_applied_alone() -> None:
@@ -134,9 +169,10 @@ def mutate(encoded: EncodedRange, generator: random.Random) -> EncodedRange:
 def test_damage_is_refused_or_harmless(width: int) -> None:
     """What is accepted changes words of the range and nothing else: the CRCs of the version find it then."""
     old = draw_words(0, 20_000, width)
-    sparse, dense = old.copy(), old + np.ones(1, old.dtype)[0]
+    far, sparse, dense = old.copy(), old.copy(), old + np.ones(1, old.dtype)[0]
+    far[::400] += np.ones(1, old.dtype)[0]
     sparse[::23] += np.ones(1, old.dtype)[0]
-    ranges = [encode_range(old, sparse), encode_range(old, dense), encode_raw(dense)]
+    ranges = [encode_range(old, far), encode_range(old, sparse), encode_range(old, dense), encode_raw(dense)]
     generator = random.Random(width)
     tracemalloc.start()
     began = time.process_time()
