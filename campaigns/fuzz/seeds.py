@@ -89,11 +89,13 @@ def _publish_weights(folder: Path) -> Path:
     """Publish an anchor, and deltas with each encoding."""
     generator = torch.Generator().manual_seed(0)
     state = {f"w{size}": torch.randn(size, generator=generator).bfloat16() for size in (3000, 200, 7)}
+    state["far"] = torch.ones(1500).bfloat16()
     with rankless.WeightPublisher(folder, process_group="self", async_save=False) as publisher:
         publisher.publish(state)
         for step in range(3):
-            for tensor in state.values():
-                tensor[step :: 1 if step == 1 else 29] *= 1.01
+            for size in (3000, 200, 7):
+                state[f"w{size}"][step :: 1 if step == 1 else 29] *= 1.01
+            state["far"][step::700] *= 1.01
             if step == 2:
                 state["w200"] = torch.randn(200, generator=generator).bfloat16()
             publisher.publish(state, step=step)
