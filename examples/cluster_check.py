@@ -4,7 +4,8 @@
     torchrun --nnodes 2 --nproc-per-node 8 ... cluster_check.py /shared/check               # elsewhere
 
 The directory must be on the storage to check, exist, and be empty. All ranks save a model of FSDP2 with AdamW
-(``--gigabytes`` a rank), load it, and compare every value. Then all ranks kill themselves in the middle of a save.
+(``--gigabytes`` a rank), load it, and compare every value; torch.distributed.checkpoint (DCP) saves and loads the same.
+Then all ranks kill themselves in the middle of a save.
 Start the same command again: it resumes, compares, and prints the report.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import shutil
 import signal
 import socket
 import threading
@@ -25,13 +27,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import rankless
 
 #: The step of the checkpoint that both starts compare, and the one in whose save the first start dies.
-WHOLE, INTERRUPTED = 2, 3
+WHOLE, INTERRUPTED = 3, 4
 
 #: The seconds of each measured call on the slowest rank, by name.
 Seconds = dict[str, float]
@@ -131,16 +136,14 @@ def measure(run: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     for step, name in enumerate(("first save", "second save")):
         set_values(model, optimizer, step)
         clock(seconds, name, partial(save, run, f"{step}", model, optimizer, step=step))
-    set_values(model, optimizer, WHOLE)
-    handles: list[Any] = []
-    clock(
-        seconds,
-        "asynchronous save, the call",
-        lambda: handles.append(save(run, f"{WHOLE}", model, optimizer, step=WHOLE, async_save=True)),
-    )
-    clock(seconds, "asynchronous save, the rest", handles[0].wait)
+    measure_dcp(run.parent / "dcp", model, optimizer, seconds)
+    for name, step in (("first", WHOLE - 1), ("second", WHOLE)):
+        set_values(model, optimizer, step)
+        begin = partial(save, run, f"{step}", model, optimizer, step=step, async_save=True)
+        handle = clock(seconds, f"{name} asynchronous save, the call", begin)
+        clock(seconds, f"{name} asynchronous save, the rest", handle.wait)
     set_values(model, optimizer, step=9)
-    clock(seconds, "load", lambda: rankless.load_checkpoint(run, model=model, optimizer=optimizer))
+    clock(seconds, "load, every byte verified", lambda: rankless.load_checkpoint(run, model=model, optimizer=optimizer))
     require(has_values(model, optimizer, WHOLE), "the load has other values than the save")
     if dist.get_rank() == 0:
         lines = [f"{name}: {value:.3f} s" for name, value in seconds.items()]
@@ -151,6 +154,16 @@ def measure(run: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     threading.Timer(0.5 * seconds["second save"], os.kill, (os.getpid(), signal.SIGKILL)).start()
     save(run, f"{INTERRUPTED}", model, optimizer, step=INTERRUPTED)
     time.sleep(60)  # a save that was faster: the end comes now
+
+
+def measure_dcp(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, seconds: Seconds) -> None:
+    """Save and load the same with torch.distributed.checkpoint, for comparison, and remove its files."""
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    for name in ("first", "second"):
+        clock(seconds, f"DCP, {name} save", partial(dcp_save, state, checkpoint_id=folder / name))
+    clock(seconds, "DCP, load", partial(dcp_load, state, checkpoint_id=folder / name))
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
 
 
 def finish(run: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -194,14 +207,15 @@ def find_file_system(path: Path) -> str:
     return max(above)[1]
 
 
-def clock(seconds: Seconds, name: str, call: Callable[[], object]) -> None:
-    """Call a function on all ranks, and note the seconds of the slowest."""
+def clock(seconds: Seconds, name: str, call: Callable[[], Any]) -> Any:
+    """Call a function on all ranks, and note the seconds of the slowest. Return its result."""
     dist.barrier()
     started = time.perf_counter()
-    call()
+    result = call()
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, time.perf_counter() - started)
     seconds[name] = max(values)
+    return result
 
 
 def require(condition: bool, problem: str) -> None:
