@@ -28,9 +28,6 @@ from rankless.storage.aligned_memory import Bytes
 #: How many bytes of a stored tensor are read at a time for a sum over all of its rows.
 _PASS_BYTES = 2**20
 
-#: The number of tensors whose mean needs no float64.
-_TWO = 2
-
 
 class StoredFormula(msgspec.Struct, frozen=True):
     """A stored tensor as it is."""
@@ -247,19 +244,24 @@ class AverageFormula(msgspec.Struct, frozen=True):
     def fill(self, start: int, into: Bytes, read: ReadStored) -> None:
         """See :class:`EditedTensor`."""
         size = min(len(into), PIECE * dtype_width(self.info.dtype))
-        fill_piece = self._fill_from_two if len(self.of) == _TWO and self.info.dtype != "F64" else self._fill_from_many
-        raws = [np.empty(size, np.uint8) for _ in self.of[:_TWO]]  # once: new memory takes longer than the sums
+        fill_piece = self._fill_in_float64 if self._needs_float64 else self._fill_in_float32
+        raws = [np.empty(size, np.uint8) for _ in self.of[:2]]  # once: new memory takes longer than the sums
         for at in range(0, len(into), size):
             piece = into[at : at + size]
             fill_piece(start + at, piece, read, [raw[: len(piece)] for raw in raws])
 
-    def _fill_from_two(self, start: int, into: Bytes, read: ReadStored, raws: Sequence[Bytes]) -> None:
+    @property
+    def _needs_float64(self) -> bool:
+        """Whether float32 may give other bytes: see :func:`_mean_of_two`."""
+        return len(self.of) != 2 or self.info.dtype == "F64"  # noqa: PLR2004 - two
+
+    def _fill_in_float32(self, start: int, into: Bytes, read: ReadStored, raws: Sequence[Bytes]) -> None:
         for tensor, raw in zip(self.of, raws, strict=True):
             tensor.fill(start, raw, read)
         mean = _mean_of_two(*(_as_float32(raw, self.info.dtype) for raw in raws))
         cast_elements(mean.view(np.uint8), "F32" if mean.dtype == np.float32 else "F64", self.info.dtype, into)
 
-    def _fill_from_many(self, start: int, into: Bytes, read: ReadStored, raws: Sequence[Bytes]) -> None:
+    def _fill_in_float64(self, start: int, into: Bytes, read: ReadStored, raws: Sequence[Bytes]) -> None:
         total = np.full(len(into) // dtype_width(self.info.dtype), -0.0)  # the sum of negative zeros is one
         for tensor in self.of:
             tensor.fill(start, raws[0], read)
