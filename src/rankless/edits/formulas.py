@@ -265,7 +265,8 @@ class AverageFormula(msgspec.Struct, frozen=True):
         total = np.full(len(into) // dtype_width(self.info.dtype), -0.0)  # the sum of negative zeros is one
         for tensor in self.of:
             tensor.fill(start, raws[0], read)
-            total += as_array(raws[0], self.info.dtype)  # exact in float64
+            with np.errstate(invalid="ignore"):  # NaNs that signal; infinities with unlike signs
+                total += as_array(raws[0], self.info.dtype)  # exact in float64
         total /= len(self.of)
         cast_elements(total.view(np.uint8), "F64", self.info.dtype, into)
 

@@ -49,6 +49,7 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(actual[~is_nan].view(torch.uint8), expected[~is_nan].view(torch.uint8))
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_random_bits(dtype: str, count: int) -> None:
