@@ -19,7 +19,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
 import rankless
-from rankless.errors import FormatError, MismatchError, NoCheckpointError, OptimizerMismatchError, StorageError
+from rankless.errors import (
+    FormatError,
+    InvalidArgumentError,
+    MismatchError,
+    NoCheckpointError,
+    OptimizerMismatchError,
+    StorageError,
+)
 from rankless.run import lookup
 from tests.helpers.fake_s3 import BUCKET, FakeS3, store_at
 
@@ -170,3 +177,13 @@ def test_the_path_of_a_checkpoint_and_its_tag_again_name_what_to_leave_out(tmp_p
     rankless.save_checkpoint(tmp_path, "a", model=model)
     with pytest.raises(NoCheckpointError, match=r"a is a checkpoint itself, and has no 'a': leave out the tag"):
         rankless.load_checkpoint(tmp_path / "a", "a", model=model)
+
+
+@pytest.mark.parametrize("path", ["~/runs", Path("~/runs"), "~"])
+def test_a_tilde_is_not_taken_for_a_folder_of_this_name(
+    path: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=r"does not expand '~' in ~.*: pass os\.path\.expanduser\('~"):
+        rankless.save_checkpoint(path, "a", model=nn.Linear(2, 2))
+    assert not list(tmp_path.iterdir())

@@ -79,8 +79,8 @@ class _StaleAsMissing(AbstractContextManager[None]):
 def local_path(path: str | PathLike[str]) -> Path:
     """Return an absolute path.
 
-    Raises ``InvalidArgumentError`` for the URL of an object store, for a text that no file can have as its path, and
-    for a value that is neither a text nor a path.
+    Raises ``InvalidArgumentError`` for the URL of an object store, for a text that no file can have as its path, for
+    ``~``, which only a shell expands, and for a value that is neither a text nor a path.
     """
     if not isinstance(path, str | PathLike):
         raise InvalidArgumentError(f"a path must be a text or an os.PathLike; got {path!r:.80}")
@@ -90,6 +90,8 @@ def local_path(path: str | PathLike[str]) -> Path:
         raise InvalidArgumentError(
             f"{path} is not a path of a file system; object stores are not supported here: use a local or shared folder"
         )
+    if str(path).partition("/")[0] == "~":
+        raise InvalidArgumentError(f"Python does not expand '~' in {path}: pass os.path.expanduser({str(path)!r})")
     try:
         is_possible = b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:
