@@ -252,7 +252,7 @@ class AverageFormula(msgspec.Struct, frozen=True):
 
     @property
     def _needs_float64(self) -> bool:
-        """Whether float32 may give other bytes: see :func:`_mean_of_two`."""
+        """True if float32 may give other bytes: see :func:`_mean_of_two`."""
         return len(self.of) != 2 or self.info.dtype == "F64"  # noqa: PLR2004 - two
 
     def _fill_in_float32(self, start: int, into: Bytes, read: ReadStored, raws: Sequence[Bytes]) -> None:
