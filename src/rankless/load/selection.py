@@ -226,10 +226,10 @@ class CheckpointSelector:
         elif self._may_read_again(selected, error):
             self._read_again.add((selected.tag, selected.id))
             if not _is_missing(error):  # which replicas that lag explain
-                self.wrong_reads[selected.tag, selected.id] = _error_message(error)
+                self.wrong_reads[selected.tag, selected.id] = _root_message(error)
         elif selected.generation is not None:
             self._local = [one for one in self._local if one.key != selected.generation]
-            self.lost_generations.append(_error_message(error))
+            self.lost_generations.append(_root_message(error))
             if isinstance(error, MismatchError | UnstableReadError):
                 raise self._filling_error or error
         elif self._may_fall_back(selected, error):
