@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from rankless.errors import RanklessError
+from rankless.formats.registry import NOT_FOR_EDITS
 from rankless.run.catalog import list_checkpoints
 from rankless.storage.posix import is_directory, local_path
 
@@ -28,6 +29,9 @@ FORMATS = {
     "nxd": "the folder of a NeuronX Distributed tag",
 }
 
+#: The formats of ``--to`` of an edit.
+EDIT_FORMATS = {name: text for name, text in FORMATS.items() if name not in NOT_FOR_EDITS}
+
 #: The dtypes of ``--dtype``.
 DTYPES = (
     *("bfloat16", "float16", "float32", "float64"),
@@ -38,6 +42,11 @@ DTYPES = (
 def complete_formats(incomplete: str) -> list[tuple[str, str]]:
     """Return the matching formats with their descriptions."""
     return [(name, text) for name, text in FORMATS.items() if name.startswith(incomplete)]
+
+
+def complete_edit_formats(incomplete: str) -> list[tuple[str, str]]:
+    """Return the matching formats of an edit with their descriptions."""
+    return [choice for choice in complete_formats(incomplete) if choice[0] in EDIT_FORMATS]
 
 
 def complete_dtypes(incomplete: str) -> list[str]:

@@ -10,7 +10,7 @@ import typer
 
 from rankless.cli.checkpoint_argument import Tag, resolve_path
 from rankless.cli.command_process import leave_on_interrupt
-from rankless.cli.completion import FORMATS, complete_checkpoints, complete_formats
+from rankless.cli.completion import EDIT_FORMATS, complete_checkpoints, complete_edit_formats
 from rankless.cli.convert import parse_keys, print_result, show_conversion
 from rankless.cli.output import print_json
 from rankless.errors import InvalidArgumentError
@@ -44,7 +44,10 @@ def edit(  # noqa: PLR0917 - the options of a command
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would change.")] = False,
     tag: Tag = None,
     to: Annotated[
-        str, typer.Option(metavar="FORMAT", help="One of " + ", ".join(FORMATS) + ".", autocompletion=complete_formats)
+        str,
+        typer.Option(
+            metavar="FORMAT", help="One of " + ", ".join(EDIT_FORMATS) + ".", autocompletion=complete_edit_formats
+        ),
     ] = "native",
     model_only: Annotated[bool, typer.Option("--model-only", help="Write only the model.")] = False,
     key: Annotated[

@@ -15,7 +15,7 @@ from rankless.engine.comm.collective_call import collective_call
 from rankless.engine.comm.process_group_argument import ProcessGroupArgument
 from rankless.engine.comm.session import RankGroup, WritingRanks
 from rankless.errors import InvalidArgumentError
-from rankless.formats.registry import LAYOUT, NXD
+from rankless.formats.registry import LAYOUT, NOT_FOR_EDITS
 from rankless.observe.events import OnEvent, ignore_event
 from rankless.ondisk.data_files import NO_ADAPTERS, SHARD_SIZE, WITH_ADAPTERS, parse_size
 from rankless.ondisk.validation import check_integer, check_keys
@@ -130,7 +130,7 @@ def explain_edit(
 
 
 def _check_format(to: str, step: int | None) -> None:
-    if to in {NXD, "peft"}:
+    if to in NOT_FOR_EDITS:
         raise InvalidArgumentError(f"an edit cannot be written as {to!r}: write 'native', and convert that")
     check_format(to, step)
 

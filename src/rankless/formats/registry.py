@@ -46,6 +46,9 @@ class ReadableFormat:
 #: NxD's format, as it is named in ``convert(to=)``.
 NXD = "nxd"
 
+#: The formats that an edit cannot be written as: they are written from a native checkpoint.
+NOT_FOR_EDITS = frozenset({NXD, "peft"})
+
 #: The folders of Accelerate and of transformers' ``Trainer``. They may have files of DeepSpeed or PEFT in them.
 ACCELERATE = "accelerate"
 

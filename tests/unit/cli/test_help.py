@@ -87,6 +87,8 @@ def completed(*words: str) -> list[str]:
 def test_formats_and_dtypes_are_completed() -> None:
     assert completed("convert", "a", "b", "--to", "l") == ["lightning", "lightning-folder"]
     assert completed("convert", "a", "b", "--to", "hf", "--dtype", "bf") == ["bfloat16"]
+    assert completed("convert", "a", "b", "--to", "n") == ["native", "nxd"]
+    assert completed("edit", "a", "--to", "n") == ["native"]
 
 
 def test_what_is_offered_is_all_there_is() -> None:
