@@ -262,4 +262,8 @@ def _describe_unknown(name: str, options: set[str], call: Callable[..., Any]) ->
     known = {parameter.name for parameter in parameters if parameter.kind is not Parameter.VAR_KEYWORD} - {"self"}
     nearest = get_close_matches(name, sorted(known | options), n=1)
     hint = f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(sorted(known | options))}"
+    if name in {field.name for field in fields(LoadOptions)}:
+        hint = "it is an option of a load, such as resume() or restore()"
+    elif name in {field.name for field in fields(SaveOptions)}:
+        hint = "it is an option of a save, such as Checkpointer() or save_checkpoint()"
     return f"{call.__qualname__} has no argument {name!r}: {hint}"

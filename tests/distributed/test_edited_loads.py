@@ -174,5 +174,5 @@ class TestResuming:
 
     def test_a_wrong_recipe_is_refused(self, tmp_path: Path) -> None:
         save_training(tmp_path / "run", (1,))
-        with pytest.raises(InvalidArgumentError, match="an edit has the verbs"):
+        with pytest.raises(InvalidArgumentError, match="no edit has the verb"):
             self.resume(tmp_path / "run", 10, 3, edit=["grow 3"])

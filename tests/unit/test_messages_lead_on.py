@@ -187,3 +187,17 @@ def test_a_tilde_is_not_taken_for_a_folder_of_this_name(
     with pytest.raises(InvalidArgumentError, match=r"does not expand '~' in ~.*: pass os\.path\.expanduser\('~"):
         rankless.save_checkpoint(path, "a", model=nn.Linear(2, 2))
     assert not list(tmp_path.iterdir())
+
+
+def test_an_option_of_another_call_names_this_call(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(InvalidArgumentError, match=r"no argument 'strict': it is an option of a load, such as resume"):
+        rankless.Checkpointer(tmp_path, model=model, strict=False)  # type: ignore[call-arg]
+    with pytest.raises(InvalidArgumentError, match=r"no argument 'max_shard_size': it is an option of a save"):
+        rankless.load_checkpoint(tmp_path, model=model, max_shard_size=1)  # type: ignore[call-arg]
+
+
+def test_a_mistyped_verb_of_an_edit_is_corrected(tmp_path: Path) -> None:
+    rankless.save_checkpoint(tmp_path / "run", "a", model=nn.Linear(2, 2))
+    with pytest.raises(InvalidArgumentError, match=r"no edit has the verb 'averge': did you mean 'average'\?"):
+        rankless.edit(tmp_path / "run", tmp_path / "out", ["averge 2"])

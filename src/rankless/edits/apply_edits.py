@@ -27,6 +27,7 @@ from rankless.errors import InvalidArgumentError, NoCheckpointError
 from rankless.formats.edited_reader import EditedContent, EditedReader, EditedTensor, StoredKey
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader
+from rankless.observe.units import format_count
 from rankless.ondisk.data_files import CONFIG
 from rankless.ondisk.manifest import EditRecord
 from rankless.run.catalog import list_checkpoints
@@ -133,8 +134,8 @@ def _open_others(verb: Average, reader: Reader) -> list[Reader]:
     before = names[: names.index(reader.path)][-(verb.last - 1) :] if verb.last > 1 else []
     if len(before) < verb.last - 1:
         raise NoCheckpointError(
-            f"average: {reader.path.parent} has {len(before) + 1} checkpoints up to {reader.path.name}, and not "
-            f"{verb.last}"
+            f"average: {reader.path.parent} has {format_count(len(before) + 1, 'checkpoint')} up to "
+            f"{reader.path.name}, and not {verb.last}: pass a later tag, or average fewer"
         )
     return [open_latest(path) for path in before]
 

@@ -172,7 +172,11 @@ def _convert(arguments: Any, where: str = "") -> Verb:
     name = arguments.get("verb") if isinstance(arguments, Mapping) else None
     verb = VERBS.get(name) if isinstance(name, str) else None
     if verb is None:
-        raise InvalidArgumentError(f"{where}an edit has the verbs {', '.join(sorted(VERBS))}; got {name!r}")
+        from difflib import get_close_matches  # noqa: PLC0415 - only a mistake needs it
+
+        nearest = get_close_matches(str(name), sorted(VERBS), n=1)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(sorted(VERBS))}"
+        raise InvalidArgumentError(f"{where}no edit has the verb {name!r}: {hint}")
     try:
         converted: Verb = msgspec.convert(dict(arguments), verb)
         msgspec.json.encode(converted)  # text that is no Unicode
