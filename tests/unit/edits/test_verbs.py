@@ -459,7 +459,7 @@ class TestAverages:
         loaded = {"w": torch.zeros(1)}
         rankless.load_checkpoint(tmp_path / "out", model=loaded)
         assert loaded["w"].item() == 1.5
-        with pytest.raises(NoCheckpointError, match="has 2 checkpoints up to step_2, and not 3: pass a later tag, or average fewer"):
+        with pytest.raises(NoCheckpointError, match="has 2 checkpoints up to step_2, and not 3: pass a later tag, or"):
             rankless.edit(run, tmp_path / "more", ["average 3"])
 
     def test_checkpoints_of_a_run_in_a_bucket_are_averaged(self) -> None:
