@@ -199,5 +199,7 @@ def test_an_option_of_another_call_names_this_call(tmp_path: Path) -> None:
 
 def test_a_mistyped_verb_of_an_edit_is_corrected(tmp_path: Path) -> None:
     rankless.save_checkpoint(tmp_path / "run", "a", model=nn.Linear(2, 2))
-    with pytest.raises(InvalidArgumentError, match=r"no edit has the verb 'averge': did you mean 'average'\?"):
-        rankless.edit(tmp_path / "run", tmp_path / "out", ["averge 2"])
+    with pytest.raises(
+        InvalidArgumentError, match=r"no edit has the verb 'resize_vocab': did you mean 'resize-vocab'\?"
+    ):
+        rankless.edit(tmp_path / "run", tmp_path / "out", ["resize_vocab 2"])
